@@ -1,0 +1,47 @@
+// The matrix kernels of one instruction set, as a table of functions. Every table computes the same bits.
+// Must not know threads, programs or Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/weight.h"
+
+namespace picaflor {
+
+// The activations that `weight` wants at this precision (planes 2 standard, 3 exact); floats for float formats.
+XSpec x_spec(const Weight& weight, int32_t planes);
+
+// Bytes of `n` prepared rows; the layout is the same for every instruction set, rows `x_stride` bytes apart.
+int64_t x_stride(const XSpec& spec);
+
+// A run of weight bytes that will be needed next; kernels prefetch it while they work. May be empty.
+struct Ahead {
+  const Weight* weight = nullptr;
+  int64_t row_begin = 0;
+  int64_t row_end = 0;
+};
+
+struct KernelTable {
+  const char* isa;
+  int64_t tile_rows; // output rows per natural tile; ranges given to matmul should be multiples of it where possible
+
+  // Prepare one row x[spec.cols] into out (x_stride(spec) bytes, 64-byte aligned). For float specs: a padded copy.
+  void (*prepare_x)(const XSpec& spec, const float* x, std::byte* out);
+
+  // y[s * y_stride + o] = row o of W times prepared row s, for o in [row_begin, row_end) and s in [0, n).
+  void (*matmul)(const Weight& weight, const XSpec& spec, const std::byte* x, int64_t n, float* y, int64_t y_stride,
+                 int64_t row_begin, int64_t row_end, const Ahead& ahead);
+
+  // out[cols] = decoded row, each value float(code) * scale rounded once. Not for e8 (its rows are rotated).
+  void (*decode_row)(const Weight& weight, int64_t row, float* out);
+
+  // Sum of 64-bit words: the plain-load read limit of this core (bench kernels).
+  uint64_t (*read_all)(const std::byte* data, int64_t nbytes);
+};
+
+const KernelTable* scalar_kernels();
+const KernelTable* avx2_kernels();   // null where this build has none
+const KernelTable* avx512_kernels(); // null where this build has none
+
+} // namespace picaflor
