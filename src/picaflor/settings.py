@@ -1,0 +1,343 @@
+"""Every option of the program in one frozen table, and the only reader of the environment.
+
+Must not know what an option does: it turns words into checked values and says where a wrong one was found.
+
+A value comes from the flag, else from `PICAFLOR_<NAME>`, else from the config file, else from the table's default. An
+empty environment variable counts as unset. The config file is TOML, one key per option:
+`$XDG_CONFIG_HOME/picaflor/config.toml` (`~/.config/...`), or the one named by `--config` or `PICAFLOR_CONFIG`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from picaflor.errors import UsageError
+from picaflor.sizes import parse_bytes
+
+PREFIX = "PICAFLOR_"
+ENGINE_COMMANDS = ("run", "chat", "eval", "bench decode")
+TEXT_COMMANDS = ("run", "chat")
+DATA_COMMANDS = ("run", "eval", "inspect", "capabilities", "doctor", "convert", "bench decode", "bench kernels")
+ALL_COMMANDS = tuple(dict.fromkeys((*ENGINE_COMMANDS, *TEXT_COMMANDS, *DATA_COMMANDS)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a value is read: `read` takes text or a TOML value and raises ValueError unless it is what `accepts` says."""
+
+    metavar: str
+    accepts: str
+    read: Callable[[object], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One row of the table. `commands` are those that take it as a flag; none means environment and file only."""
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    commands: tuple[str, ...]
+    short: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """As `--top-p`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """As `PICAFLOR_TOP_P`."""
+        return PREFIX + self.name.upper()
+
+
+def _size() -> Kind:
+    def read(value: object) -> int:
+        if isinstance(value, str):
+            value = parse_bytes(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ValueError
+        return value
+
+    return Kind("SIZE", "a size above 0, as 16GiB or 700MiB", read)
+
+
+def _count(low: int, high: int | None = None) -> Kind:
+    def read(value: object) -> int:
+        if isinstance(value, str):
+            value = int(value, 10) if value.strip().isascii() else None
+        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+            raise ValueError
+        return value
+
+    return Kind("N", f"a whole number from {low}" + (f" to {high}" if high is not None else ""), read)
+
+
+def _real(low: float, high: float, *, open_low: bool = False) -> Kind:
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError
+        number = float(value)
+        if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
+            raise ValueError
+        return number
+
+    return Kind("X", f"a number {'above' if open_low else 'from'} {low:g} to {high:g}", read)
+
+
+def _choice(*names: str) -> Kind:
+    def read(value: object) -> str:
+        if value not in names:
+            raise ValueError
+        return str(value)
+
+    return Kind("|".join(names), "one of " + ", ".join(names), read)
+
+
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _switch() -> Kind:
+    def read(value: object) -> bool:
+        if isinstance(value, str):
+            value = _WORDS.get(value.lower())
+        if not isinstance(value, bool):
+            raise ValueError
+        return value
+
+    return Kind("", "one of true, false, yes, no, on, off, 1, 0", read)
+
+
+def _texts(metavar: str) -> Kind:
+    def read(value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = tomllib.loads(f"v = {value}")["v"] if value.startswith("[") else [value]
+        if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
+            raise ValueError
+        return tuple(value)
+
+    return Kind(metavar, 'text, or a list of texts as ["a", "b"]', read)
+
+
+def _path() -> Kind:
+    def read(value: object) -> Path:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ValueError
+        return Path(value).expanduser()
+
+    return Kind("PATH", "a path", read)
+
+
+def _option(kind: Kind, default: Any, help: str, commands: tuple[str, ...], short: str | None = None) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help, "commands": commands, "short": short})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The table, and the values of one run. Sizes are in bytes; None means that the program decides."""
+
+    ram: int | None = _option(_size(), None, "Most anonymous and locked memory of the whole process.", ENGINE_COMMANDS)
+    expert_slots: int | None = _option(_count(1), None, "Experts kept in memory per layer.", ENGINE_COMMANDS)
+    ctx: int | None = _option(_count(1), None, "Most tokens of prompt and answer together.", ENGINE_COMMANDS)
+    threads: int | None = _option(
+        _count(1, 1024),
+        None,
+        "Threads that multiply; by default what the machine grants.",
+        (*ENGINE_COMMANDS, "bench kernels"),
+    )
+    backend: str = _option(_choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities"))
+    precision: str = _option(
+        _choice("standard", "exact"),
+        "standard",
+        "Activations in two int8 planes, or in three.",
+        (*ENGINE_COMMANDS, "bench kernels"),
+    )
+    isa: str = _option(
+        _choice("auto", "scalar", "avx2", "avx512"),
+        "auto",
+        "Instruction set of the CPU kernels; same bits from each.",
+        (*ENGINE_COMMANDS, "bench kernels", "capabilities"),
+    )
+    prefill_chunk: int | None = _option(_count(1), None, "Most prompt tokens computed in one step.", ENGINE_COMMANDS)
+    read_threads: int | None = _option(_count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS)
+    group_size: int | None = _option(
+        _count(2),
+        None,
+        "Group size of int4-grouped tensors in a container that does not state it.",
+        (*ENGINE_COMMANDS, "inspect", "capabilities", "convert"),
+    )
+    latent_norm_eps: float | None = _option(
+        _real(0, 1, open_low=True),
+        None,
+        "eps of the norms of the MLA latents, where the config does not state it.",
+        ENGINE_COMMANDS,
+    )
+    disable: tuple[str, ...] = _option(
+        _texts("BACKEND.OP[.FORMAT]"), (), "Kernel not to be used; may be repeated.", (*ENGINE_COMMANDS, "capabilities")
+    )
+    strict: bool = _option(
+        _switch(),
+        False,
+        "Make every fallback and every unknown config key an error.",
+        (*ENGINE_COMMANDS, "inspect", "capabilities", "convert"),
+    )
+    max_tokens: int = _option(_count(1), 256, "Most tokens to write.", TEXT_COMMANDS, "-n")
+    temperature: float = _option(_real(0, 2), 0.7, "Sampling temperature; 0 is greedy.", TEXT_COMMANDS)
+    top_p: float = _option(_real(0, 1, open_low=True), 0.9, "Sample from this much probability.", TEXT_COMMANDS)
+    seed: int | None = _option(
+        _count(0, 2**64 - 1), None, "Seed of the sampler; drawn anew by default and told by --profile.", TEXT_COMMANDS
+    )
+    stop: tuple[str, ...] = _option(_texts("TEXT"), (), "End before this text; may be repeated.", TEXT_COMMANDS)
+    chat: bool = _option(_switch(), False, "Put the prompt into the model's chat template.", ("run",))
+    profile: bool = _option(_switch(), False, "Report speed, reads, memory and what limits, on stderr.", TEXT_COMMANDS)
+    json: bool = _option(_switch(), False, "Print the result as JSON.", DATA_COMMANDS)
+    config: Path | None = _option(_path(), None, "Config file (TOML) to read instead of the usual one.", ALL_COMMANDS)
+    test_data: Path | None = _option(_path(), None, "Folder of reference data, for the project's own tests.", ())
+
+
+TABLE: Mapping[str, Option] = MappingProxyType(
+    {
+        f.name: Option(
+            f.name,
+            f.metadata["kind"],
+            f.default,
+            f.metadata["help"],
+            f.metadata["commands"],
+            f.metadata["short"],
+        )
+        for f in fields(Settings)
+    }
+)
+
+
+def load(command: str, flags: Mapping[str, object], *, environ: Mapping[str, str] | None = None) -> Settings:
+    """The values for one run of `command`. `flags` holds what the command line gave, None or () where it gave nothing.
+
+    Raises UsageError for an unknown name, with the nearest match, and for a value that its option does not accept.
+    """
+    environ = os.environ if environ is None else environ
+    found: dict[str, tuple[str, object]] = {}
+    for name, value in flags.items():
+        option = TABLE.get(name)
+        if option is None or command not in option.commands:
+            raise UsageError(f"{name} is no option of {command}")
+        if value is not None and value != ():
+            found[name] = (option.flag, value)
+    variables = {option.variable: option for option in TABLE.values()}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        if variable not in variables:
+            raise UsageError(f"environment: {_unknown(variable, list(variables), skip=len(PREFIX))}")
+        if text:
+            found.setdefault(variables[variable].name, (variable, text))
+    path, entries = _config_entries(found, environ)
+    for key, value in entries.items():
+        if key not in TABLE or key == "config":
+            raise UsageError(f"{path}: {_unknown(key, [name for name in TABLE if name != 'config'])}")
+        found.setdefault(key, (f"{path}: {key}", value))
+    return Settings(**{name: _read(TABLE[name], place, value) for name, (place, value) in found.items()})
+
+
+def _read(option: Option, place: str, value: object) -> Any:
+    try:
+        return option.kind.read(value)
+    except (ValueError, UsageError):
+        raise UsageError(f"{place}: {value!r} is not accepted; give {option.kind.accepts}") from None
+
+
+def _unknown(name: str, known: list[str], *, skip: int = 0) -> str:
+    """One line on an unknown name; the first `skip` letters are a common prefix and say nothing."""
+    near = difflib.get_close_matches(name[skip:], [text[skip:] for text in known], n=1, cutoff=0.6)
+    rest = f"; did you mean {name[:skip]}{near[0]}?" if near else "; known are " + ", ".join(known)
+    return f"{name} is no option{rest}"
+
+
+def _config_entries(
+    found: Mapping[str, tuple[str, object]], environ: Mapping[str, str]
+) -> tuple[Path | None, Mapping[str, object]]:
+    if "config" in found:
+        place, value = found["config"]
+        path: Path = _read(TABLE["config"], place, value)
+        if not path.is_file():
+            raise UsageError(f"{place}: {path} is no file")
+    else:
+        base = environ.get("XDG_CONFIG_HOME") or (f"{environ['HOME']}/.config" if environ.get("HOME") else "")
+        path = Path(base, "picaflor", "config.toml")
+        if not base or not path.is_file():
+            return None, {}
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: not a TOML file: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def test_data() -> Path | None:
+    """The folder named by PICAFLOR_TEST_DATA, for the project's own tests."""
+    option = TABLE["test_data"]
+    text = os.environ.get(option.variable)
+    return _read(option, option.variable, text) if text else None
+
+
+def options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a click command's function with its flags from the table; it is called with `settings=Settings`.
+
+    The function's own click options and arguments pass through. Values are checked by `load`, not by click, so that a
+    flag, a variable and a config key meet the same words.
+    """
+    import click
+
+    rows = [option for option in TABLE.values() if command in option.commands]
+    if not rows:
+        raise ValueError(f"no option in the table belongs to {command!r}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **values: Any) -> Any:
+            flags = {option.name: values.pop(option.name) for option in rows}
+            return function(*args, settings=load(command, flags), **values)
+
+        decorated: Callable[..., Any] = wrapper
+        for option in reversed(rows):
+            decorated = _click_option(click, option)(decorated)
+        return decorated
+
+    return decorate
+
+
+def _click_option(click: Any, option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    text = option.help + ("" if option.default in (None, False, ()) else f" Default: {option.default}.")
+    if isinstance(option.default, bool):
+        names = f"{option.flag}/--no-{option.flag[2:]}"
+        decorator = click.option(names, option.name, default=None, help=text)
+    else:
+        names_given = [name for name in (option.short, option.flag) if name]
+        decorator = click.option(
+            *names_given, option.name, metavar=option.kind.metavar, multiple=option.default == (), help=text
+        )
+    result: Callable[[Callable[..., Any]], Callable[..., Any]] = decorator
+    return result
+
+
+def reference() -> str:
+    """The table as Markdown, for docs/commands.md."""
+    lines = ["| flag | variable | default | accepts | does | commands |", "|---|---|---|---|---|---|"]
+    for option in TABLE.values():
+        flags = ", ".join(f"`{name}`" for name in (option.short, option.flag) if name) if option.commands else "none"
+        default = "" if option.default in (None, ()) else f"`{str(option.default).lower()}`"
+        commands = ", ".join(option.commands)
+        cells = (flags, f"`{option.variable}`", default, option.kind.accepts, option.help, commands)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
