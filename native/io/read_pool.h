@@ -1,0 +1,93 @@
+// Threads that read runs of bytes from files into memory, and tickets to wait for.
+// Must not know experts, slots or containers.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace picaflor {
+
+// `nbytes` bytes at `offset` of an open file, to be written to `to`.
+struct ReadRun {
+  int fd;
+  std::int64_t offset;
+  std::int64_t nbytes;
+  void* to;
+};
+
+enum class ReadStatus {
+  kOk,
+  kError,      // the system gave `error`
+  kShort,      // the file ended early
+  kCancelled,  // the pool was closed before the job began
+};
+
+// What became of one job. The first run that fails ends the job; `run`, `found` and `error` speak of that run.
+struct ReadResult {
+  std::uint64_t ticket = 0;
+  ReadStatus status = ReadStatus::kOk;
+  int error = 0;            // errno, for kError
+  std::int64_t run = 0;     // index of the failed run in its job
+  std::int64_t found = 0;   // bytes of that run that were read
+  std::int64_t nbytes = 0;  // bytes of the job that were read
+  double seconds = 0;       // time that a thread spent on the job
+};
+
+struct ReadStats {
+  std::int64_t nbytes = 0;  // bytes read, of failed jobs too
+  std::int64_t reads = 0;   // calls to the system
+  std::int64_t jobs = 0;    // jobs finished, failed ones too
+  double seconds = 0;       // sum over threads of the time in jobs
+};
+
+// Reads up to `nbytes` bytes at `offset`; returns bytes or -errno, as read_at does. Tests put faults here.
+using ReadFunction = std::function<std::int64_t(int fd, void* to, std::size_t nbytes, std::int64_t offset)>;
+
+// All members may be called from any thread. A job's memory must stay valid until its ticket came back from
+// `wait_any`, `cancel` returned true for it, or `close` returned: after that no thread writes to it.
+// After fork the child has an empty pool; tickets of the parent are unknown there.
+class ReadPool {
+ public:
+  // Threads start with the first job.
+  explicit ReadPool(int threads);
+  ReadPool(int threads, ReadFunction read);
+  ~ReadPool();
+  ReadPool(const ReadPool&) = delete;
+  ReadPool& operator=(const ReadPool&) = delete;
+
+  int threads() const;
+
+  // Job j reads runs [bounds[j], bounds[j + 1]) in order. Returns the ticket of job 0; the others follow it by one.
+  // Demand jobs start before all others, each kind in order of submission. Throws std::invalid_argument for a run
+  // outside what a file can hold, and std::runtime_error when closed; nothing is submitted then.
+  std::uint64_t submit(std::span<const ReadRun> runs, std::span<const std::int64_t> bounds, bool demand);
+
+  // Wait until one of the tickets is finished or unknown, or `seconds` have passed (negative: no limit). Returns the
+  // results of all finished ones and forgets them. Empty: time is up, or a ticket was unknown (taken by another
+  // caller, cancelled).
+  std::vector<ReadResult> wait_any(std::span<const std::uint64_t> tickets, double seconds);
+
+  // Take a job back that has not begun: true, and its memory is free at once. False: running, finished or unknown.
+  bool cancel(std::uint64_t ticket);
+
+  // Let a job that has not begun start with the demand jobs, behind those that wait already.
+  void promote(std::uint64_t ticket);
+
+  ReadStats stats() const;
+
+  // Cancel what has not begun, wait for what has, end the threads. Results can still be taken. Idempotent.
+  void close();
+
+ private:
+  struct State;
+  State& state() const;
+
+  int threads_;
+  ReadFunction read_;
+  mutable std::unique_ptr<State> state_;
+};
+
+}  // namespace picaflor
