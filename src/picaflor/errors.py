@@ -12,6 +12,7 @@ have been accepted; the command line prints it as one line.
     ├── UnsupportedKernel          no backend cell for (operation, format)
     ├── OutOfBudget                does not fit the memory that was granted
     ├── ReadFailed                 the disk gave an error or fewer bytes than the header promised
+    ├── WriteFailed                the disk refused what was to be written, or is full
     ├── ContextExceeded            more tokens than the context holds
     ├── BadTokenizer               tokenizer.json missing or not usable
     ├── BadTemplate                the chat template raised or is malformed
@@ -57,6 +58,10 @@ class OutOfBudget(PicaflorError):
 
 class ReadFailed(PicaflorError):
     """The disk gave an error, or fewer bytes than the header promised."""
+
+
+class WriteFailed(PicaflorError):
+    """The disk refused what was to be written, or is full."""
 
 
 class ContextExceeded(PicaflorError):
