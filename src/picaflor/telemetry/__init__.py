@@ -1,0 +1,1 @@
+"""One record per run: what was done, how fast, and what limited it."""

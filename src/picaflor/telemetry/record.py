@@ -1,0 +1,177 @@
+"""One run's figures: counted once, where they arise; everything else is derived here.
+
+Must not know who counts or who prints. Times are in seconds, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from picaflor.telemetry.names import TIME_CLASSES
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of 100 of the values do not exceed (nearest rank); 0 of none."""
+    if not values:
+        return 0.0
+    rank = math.ceil(len(values) * percent / 100)
+    return sorted(values)[max(rank, 1) - 1]
+
+
+def _ratio(top: float, bottom: float) -> float:
+    return top / bottom if bottom else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Prefill or decode: tokens, time and expert traffic.
+
+    `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
+    pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way.
+    """
+
+    tokens: int = 0
+    wall_s: float = 0.0
+    step_s: tuple[float, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    hits_pinned: int = 0
+    hits_lru: int = 0
+    loads: int = 0
+    read_bytes: int = 0
+    read_service_s: float = 0.0
+    read_busy_s: float = 0.0
+    weight_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.seconds) - set(TIME_CLASSES))
+        if unknown:
+            raise ValueError(f"time class {unknown[0]} is not one of {', '.join(TIME_CLASSES)}")
+
+    @property
+    def tokens_per_s(self) -> float:
+        return _ratio(self.tokens, self.wall_s)
+
+    @property
+    def wanted(self) -> int:
+        """Experts that were asked for."""
+        return self.hits_pinned + self.hits_lru + self.loads
+
+    @property
+    def hit_rate(self) -> float:
+        return _ratio(self.hits_pinned + self.hits_lru, self.wanted)
+
+    @property
+    def read_bytes_per_token(self) -> float:
+        return _ratio(self.read_bytes, self.tokens)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        return _ratio(self.read_bytes, self.read_busy_s)
+
+    @property
+    def read_wait_s(self) -> float:
+        return self.seconds.get("read_wait", 0.0)
+
+    def shares(self) -> dict[str, float]:
+        """Parts of the time by class, `other` being what no class claimed; they add to 1, or all are 0."""
+        claimed = {name: max(self.seconds.get(name, 0.0), 0.0) for name in TIME_CLASSES}
+        total = max(self.wall_s, sum(claimed.values()))
+        shares = {name: _ratio(seconds, total) for name, seconds in claimed.items()}
+        shares["other"] = max(1.0 - sum(shares.values()), 0.0) if total else 0.0
+        return shares
+
+    def to_json(self, *, moe_layers: int) -> dict[str, Any]:
+        """All figures, counted and derived, by the names of names.py."""
+        loads_per_token = _ratio(self.loads, self.tokens)
+        return {
+            "tokens": self.tokens,
+            "wall_s": self.wall_s,
+            "tokens_per_s": self.tokens_per_s,
+            "steps": len(self.step_s),
+            "step_p50_s": percentile(self.step_s, 50),
+            "step_p90_s": percentile(self.step_s, 90),
+            "step_p99_s": percentile(self.step_s, 99),
+            "step_max_s": max(self.step_s, default=0.0),
+            "hits_pinned": self.hits_pinned,
+            "hits_lru": self.hits_lru,
+            "loads": self.loads,
+            "hit_rate": self.hit_rate,
+            "loads_per_token": loads_per_token,
+            "loads_per_layer": _ratio(loads_per_token, moe_layers),
+            "read_bytes": self.read_bytes,
+            "read_bytes_per_token": self.read_bytes_per_token,
+            "read_service_s": self.read_service_s,
+            "read_busy_s": self.read_busy_s,
+            "read_bytes_per_s": self.read_bytes_per_s,
+            "read_wait_s": self.read_wait_s,
+            "weight_bytes": self.weight_bytes,
+            "shares": self.shares(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory at the end of the run; None where the system does not tell, or where no budget was granted."""
+
+    budget_bytes: int | None = None
+    anonymous_bytes: int | None = None
+    locked_bytes: int | None = None
+    mapped_bytes: int | None = None
+    peak_resident_bytes: int | None = None
+    resident_experts: int = 0
+    resident_expert_bytes: int = 0
+    expert_slots: int = 0
+
+    def to_json(self) -> dict[str, int | None]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One run. `kernels` and `fallbacks` count calls by name (`backend.op.format.isa`)."""
+
+    model: str
+    description: str = ""
+    parameters: int = 0
+    backend: str = "cpu"
+    isa: str = ""
+    precision: str = "standard"
+    threads: int = 1
+    context: int = 0
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    finish_reason: str = ""
+    load_s: float = 0.0
+    first_token_s: float = 0.0
+    prefill: Phase = field(default_factory=Phase)
+    decode: Phase = field(default_factory=Phase)
+    memory: Memory = field(default_factory=Memory)
+    moe_layers: int = 0
+    experts_per_token: int = 0
+    readers: int = 0
+    physical_read_bytes: int | None = None
+    memory_limit_bytes_per_s: float | None = None
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures by the names of names.py, ready for json.dumps; report.py adds the verdict."""
+        plain = {
+            name: getattr(self, name)
+            for name in self.__slots__
+            if name not in ("prefill", "decode", "memory", "kernels", "fallbacks", "warnings")
+        }
+        return {
+            **plain,
+            "prefill": self.prefill.to_json(moe_layers=self.moe_layers),
+            "decode": self.decode.to_json(moe_layers=self.moe_layers),
+            "memory": self.memory.to_json(),
+            "kernels": dict(self.kernels),
+            "fallbacks": dict(self.fallbacks),
+            "warnings": list(self.warnings),
+        }

@@ -1,0 +1,137 @@
+"""A record as words for a person.
+
+Must not count or measure; it prints what the record holds, to the stream that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from picaflor.sizes import format_bytes
+from picaflor.telemetry.record import Phase, Record, percentile
+from picaflor.telemetry.verdict import verdict
+
+TAIL_SAMPLES = 32
+TAIL_FACTOR = 3
+
+
+def rows(record: Record) -> list[tuple[str, str]]:
+    """(label, text) per line of the report, top to bottom."""
+    table = [("model", f"{record.model}{', ' + record.description if record.description else ''}")]
+    table.append(("setup", _setup(record)))
+    table.append(("prefill", f"{_speed(record.prefill)}, first token after {record.first_token_s:.3f} s"))
+    table.append(
+        ("decode", _speed(record.decode) + (f", ended by {record.finish_reason}" * bool(record.finish_reason)))
+    )
+    if record.decode.step_s:
+        table.append(("latency", _latency(record.decode.step_s)))
+    for name, phase in (("prefill", record.prefill), ("decode", record.decode)):
+        if phase.wanted:
+            table.append((f"experts, {name}", _experts(phase, record)))
+        if phase.read_bytes:
+            table.append((f"reads, {name}", _reads(phase)))
+    if record.physical_read_bytes is not None:
+        table.append(("storage", f"{_decimal(record.physical_read_bytes)} physically read"))
+    table.append(("memory", _memory(record)))
+    phase = record.decode if record.decode.tokens else record.prefill
+    if phase.wall_s:
+        table.append(("time", _shares(phase)))
+    table.append(("kernels", _counts(record.kernels) or "none counted"))
+    table.append(("fallbacks", _counts(record.fallbacks) or "none"))
+    table.extend(("warning", text) for text in record.warnings)
+    table.append(("verdict", verdict(record).text))
+    return table
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """The record and its verdict, ready for json.dumps."""
+    judged = verdict(record)
+    return {**record.to_json(), "verdict": judged.kind, "verdict_text": judged.text}
+
+
+def print_report(record: Record, stream: TextIO) -> None:
+    """Print all rows to `stream`, aligned, with colour on a terminal that has it."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in rows(record):
+        table.add_row(label, Text(text))
+    Console(file=stream, highlight=False, soft_wrap=not stream.isatty()).print(table)
+
+
+def _decimal(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _setup(record: Record) -> str:
+    parts = [record.backend, record.isa, record.precision, f"{record.threads} threads"]
+    if record.context:
+        parts.append(f"context {record.context}")
+    if record.temperature is not None:
+        parts.append(f"temperature {record.temperature:g}, top-p {record.top_p or 0:g}, seed {record.seed}")
+    parts.append(f"loaded in {record.load_s:.2f} s")
+    return ", ".join(part for part in parts if part)
+
+
+def _speed(phase: Phase) -> str:
+    return f"{phase.tokens} tokens in {phase.wall_s:.3f} s, {phase.tokens_per_s:.1f} tok/s"
+
+
+def _latency(steps: tuple[float, ...]) -> str:
+    p50, p90, p99 = (percentile(steps, percent) for percent in (50, 90, 99))
+    text = f"p50 {p50 * 1e3:.2f} ms, p90 {p90 * 1e3:.2f}, p99 {p99 * 1e3:.2f}, max {max(steps) * 1e3:.2f}"
+    if len(steps) >= TAIL_SAMPLES and p99 > TAIL_FACTOR * p50:
+        text += f" (long tail: p99 is {p99 / p50:.1f} times p50)"
+    return text
+
+
+def _experts(phase: Phase, record: Record) -> str:
+    part = 100 / phase.wanted
+    text = (
+        f"hit rate {phase.hit_rate:.1%} = pinned {phase.hits_pinned * part:.1f} + LRU {phase.hits_lru * part:.1f},"
+        f" loaded {phase.loads}"
+    )
+    if phase.tokens and record.moe_layers:
+        per_token = phase.loads / phase.tokens
+        text += (
+            f" ({per_token:.2f} per token, {per_token / record.moe_layers:.2f} of {record.experts_per_token} per layer)"
+        )
+    return text
+
+
+def _reads(phase: Phase) -> str:
+    return (
+        f"{_decimal(phase.read_bytes)}, {phase.read_bytes_per_token / 1e6:.2f} MB per token,"
+        f" {phase.read_bytes_per_s / 1e9:.2f} GB/s; service {phase.read_service_s:.3f} s over all readers,"
+        f" waited {phase.read_wait_s:.3f} s"
+    )
+
+
+def _memory(record: Record) -> str:
+    memory = record.memory
+    sizes = (
+        ("anonymous", memory.anonymous_bytes),
+        ("locked", memory.locked_bytes),
+        ("mapped files", memory.mapped_bytes),
+        ("peak with maps", memory.peak_resident_bytes),
+        ("budget", memory.budget_bytes),
+    )
+    text = ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes if size is not None) or "not told"
+    if memory.resident_experts:
+        text += f"; {memory.resident_experts} experts in memory, {format_bytes(memory.resident_expert_bytes)}"
+        text += f", {memory.expert_slots} slots per layer" * bool(memory.expert_slots)
+    return text
+
+
+def _shares(phase: Phase) -> str:
+    shares = sorted(phase.shares().items(), key=lambda item: -item[1])
+    return ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares if share >= 0.0005)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())

@@ -1,0 +1,80 @@
+"""What limited a run, in one plain sentence with its numbers.
+
+Must not know more than the record holds. Thresholds as in the C engine's profile: waiting for reads 30 %, multiplying
+weights 40 %, attention 35 % of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from picaflor.telemetry.names import WEIGHT_CLASSES
+from picaflor.telemetry.record import Phase, Record
+
+WAIT_SHARE = 0.30
+WEIGHT_SHARE = 0.40
+ATTENTION_SHARE = 0.35
+LOW_HIT_RATE = 0.90
+MEMORY_PART = 0.60
+"""From this part of the memory's measured rate on, multiplying waits for memory rather than for arithmetic."""
+
+Kind = Literal["disk-bound", "memory-bound", "compute-bound", "attention-bound", "balanced", "nothing measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`kind` for programs, `text` for people."""
+
+    kind: Kind
+    text: str
+
+
+def verdict(record: Record) -> Verdict:
+    """Judge the decode phase, or prefill where nothing was decoded."""
+    phase, name = (record.decode, "decode") if record.decode.tokens else (record.prefill, "prefill")
+    if not phase.tokens or not phase.wall_s:
+        return Verdict("nothing measured", "nothing measured: no token was computed")
+    shares = phase.shares()
+    weights = sum(shares[part] for part in WEIGHT_CLASSES)
+    if shares["read_wait"] >= WAIT_SHARE:
+        return Verdict("disk-bound", _disk(phase, name, shares["read_wait"]))
+    if weights >= WEIGHT_SHARE:
+        return _weights(record, phase, name, weights)
+    if shares["attention"] >= ATTENTION_SHARE:
+        text = (
+            f"attention-bound: attention takes {shares['attention']:.0%} of {name}; a shorter context would help most"
+        )
+        return Verdict("attention-bound", text)
+    largest = max(shares, key=lambda part: shares[part])
+    return Verdict(
+        "balanced", f"balanced: the largest part of {name} is {largest.replace('_', ' ')}, {shares[largest]:.0%}"
+    )
+
+
+def _disk(phase: Phase, name: str, wait: float) -> str:
+    text = f"disk-bound: {wait:.0%} of {name} waits for reads"
+    if phase.read_bytes_per_s and phase.read_bytes_per_token:
+        ceiling = phase.read_bytes_per_s / phase.read_bytes_per_token
+        text += (
+            f"; disk {phase.read_bytes_per_s / 1e9:.2f} GB/s, {phase.read_bytes_per_token / 1e6:.1f} MB per token"
+            f" -> ceiling {ceiling:.1f} tok/s, got {phase.tokens_per_s:.1f}"
+        )
+    cure = "more memory (--ram)" if phase.hit_rate < LOW_HIT_RATE else "a faster disk"
+    return f"{text}; hit rate {phase.hit_rate:.1%}: {cure} would help most"
+
+
+def _weights(record: Record, phase: Phase, name: str, share: float) -> Verdict:
+    limit = record.memory_limit_bytes_per_s
+    seconds = sum(phase.seconds.get(part, 0.0) for part in WEIGHT_CLASSES)
+    if not limit or not phase.weight_bytes or not seconds:
+        text = f"compute-bound: {share:.0%} of {name} multiplies weights; memory's limit was not measured in this run"
+        return Verdict("compute-bound", text)
+    rate = phase.weight_bytes / seconds
+    per_token = phase.weight_bytes / phase.tokens
+    kind: Kind = "memory-bound" if rate >= MEMORY_PART * limit else "compute-bound"
+    text = (
+        f"{kind}: {share:.0%} of {name} multiplies weights, at {rate / 1e9:.1f} of memory's {limit / 1e9:.1f} GB/s;"
+        f" {per_token / 1e6:.1f} MB per token -> ceiling {limit / per_token:.1f} tok/s, got {phase.tokens_per_s:.1f}"
+    )
+    return Verdict(kind, text)

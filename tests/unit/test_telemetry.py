@@ -1,0 +1,223 @@
+"""Records: derived figures, shares, verdicts and the printed report, against values worked out by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picaflor.telemetry.names import METRICS
+from picaflor.telemetry.process import ProcessFigures, process_figures
+from picaflor.telemetry.record import Memory, Phase, Record, percentile
+from picaflor.telemetry.report import as_json, print_report, rows
+from picaflor.telemetry.verdict import verdict
+
+DECODE = Phase(
+    tokens=50,
+    wall_s=5.0,
+    step_s=tuple(0.05 + 0.001 * step for step in range(50)),
+    seconds={"read_wait": 2.0, "experts": 1.0, "matmul": 0.5, "attention": 0.75, "router": 0.05, "head": 0.2},
+    hits_pinned=1000,
+    hits_lru=600,
+    loads=2400,
+    read_bytes=6_200_000_000,
+    read_service_s=8.0,
+    read_busy_s=3.1,
+    weight_bytes=17_500_000_000,
+)
+RECORD = Record(
+    model="mid",
+    description="glm_moe_dsa, 12 layers",
+    parameters=3_000_000_000,
+    isa="avx512",
+    threads=2,
+    context=4096,
+    seed=7,
+    temperature=0.7,
+    top_p=0.9,
+    finish_reason="length",
+    load_s=1.5,
+    first_token_s=0.25,
+    prefill=Phase(tokens=12, wall_s=0.2, seconds={"experts": 0.1}),
+    decode=DECODE,
+    memory=Memory(
+        budget_bytes=734003200,
+        anonymous_bytes=700 * 1024**2,
+        resident_experts=80,
+        resident_expert_bytes=2**27,
+        expert_slots=8,
+    ),
+    moe_layers=10,
+    experts_per_token=8,
+    readers=4,
+    physical_read_bytes=6_300_000_000,
+    kernels={"cpu.matmul.int4-grouped.avx512": 1200},
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([], 50, 0.0),
+        ([3.0], 99, 3.0),
+        ([4.0, 1.0, 3.0, 2.0], 50, 2.0),
+        ([4.0, 1.0, 3.0, 2.0], 90, 4.0),
+        ([float(n) for n in range(1, 101)], 99, 99.0),
+        ([float(n) for n in range(1, 101)], 90, 90.0),
+        ([5.0, 1.0], 0, 1.0),
+    ],
+)
+def test_percentile(values: list[float], percent: float, expected: float) -> None:
+    assert percentile(values, percent) == expected
+
+
+def test_derived_figures() -> None:
+    assert DECODE.tokens_per_s == 10.0
+    assert DECODE.hit_rate == 0.4
+    assert DECODE.read_bytes_per_token == 124e6
+    assert DECODE.read_bytes_per_s == pytest.approx(2e9)
+    figures = DECODE.to_json(moe_layers=10)
+    assert figures["loads_per_token"] == 48.0
+    assert figures["loads_per_layer"] == 4.8
+    assert figures["step_p50_s"] == pytest.approx(0.074)
+    assert figures["step_p90_s"] == pytest.approx(0.094)
+    assert figures["step_max_s"] == pytest.approx(0.099)
+    assert (figures["read_wait_s"], figures["read_service_s"]) == (2.0, 8.0)
+
+
+def test_shares_add_to_one() -> None:
+    shares = DECODE.shares()
+    assert shares["read_wait"] == 0.4
+    assert shares["experts"] == 0.2
+    assert shares["other"] == pytest.approx(0.1)
+    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_shares_when_the_clocks_disagree() -> None:
+    shares = Phase(tokens=1, wall_s=1.0, seconds={"experts": 1.5, "head": 0.5}).shares()
+    assert (shares["experts"], shares["head"], shares["other"]) == (0.75, 0.25, 0.0)
+    assert set(Phase().shares().values()) == {0.0}
+
+
+def test_unknown_time_class_is_refused() -> None:
+    with pytest.raises(ValueError, match="time class sleep is not one of read_wait, experts"):
+        Phase(seconds={"sleep": 1.0})
+
+
+def test_empty_record_divides_nothing() -> None:
+    figures = as_json(Record(model="none"))
+    assert figures["verdict"] == "nothing measured"
+    assert figures["decode"]["tokens_per_s"] == 0.0
+    assert figures["decode"]["hit_rate"] == 0.0
+
+
+def test_disk_verdict_has_the_ceiling() -> None:
+    judged = verdict(RECORD)
+    assert judged.kind == "disk-bound"
+    assert judged.text == (
+        "disk-bound: 40% of decode waits for reads; disk 2.00 GB/s, 124.0 MB per token -> ceiling 16.1 tok/s, got 10.0;"
+        " hit rate 40.0%: more memory (--ram) would help most"
+    )
+
+
+def test_disk_verdict_at_a_high_hit_rate_asks_for_a_faster_disk() -> None:
+    decode = replace(DECODE, hits_lru=30_000)
+    assert verdict(replace(RECORD, decode=decode)).text.endswith("hit rate 92.8%: a faster disk would help most")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "kind"),
+    [
+        ({"read_wait": 1.5, "experts": 3.5}, "disk-bound"),
+        ({"read_wait": 1.49, "experts": 3.0}, "compute-bound"),
+        ({"experts": 1.0, "matmul": 0.6, "head": 0.4, "attention": 2.9}, "compute-bound"),
+        ({"experts": 1.99, "attention": 1.75}, "attention-bound"),
+        ({"experts": 1.9, "attention": 1.7, "read_wait": 1.4}, "balanced"),
+    ],
+)
+def test_verdict_thresholds(seconds: dict[str, float], kind: str) -> None:
+    assert verdict(replace(RECORD, decode=replace(DECODE, seconds=seconds))).kind == kind
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(29e9, "memory-bound"), (30e9, "compute-bound")])
+def test_memory_or_compute(limit: float, kind: str) -> None:
+    decode = replace(DECODE, seconds={"experts": 1.0}, wall_s=1.0, tokens=10, weight_bytes=17_500_000_000)
+    judged = verdict(replace(RECORD, decode=decode, memory_limit_bytes_per_s=limit))
+    assert judged.kind == kind
+    assert f"at 17.5 of memory's {limit / 1e9:.1f} GB/s" in judged.text
+    assert f"1750.0 MB per token -> ceiling {limit / 1.75e9:.1f} tok/s, got 10.0" in judged.text
+
+
+def test_prefill_is_judged_where_nothing_was_decoded() -> None:
+    judged = verdict(replace(RECORD, decode=Phase()))
+    assert judged.text.startswith("compute-bound: 50% of prefill multiplies weights")
+
+
+def leaves(value: Any, name: str = "") -> set[str]:
+    if isinstance(value, dict) and name not in ("shares", "kernels", "fallbacks"):
+        return set().union(*(leaves(inner, key) for key, inner in value.items()))
+    return {name}
+
+
+def test_every_figure_has_a_name_and_a_unit() -> None:
+    figures = as_json(RECORD)
+    assert json.loads(json.dumps(figures)) == figures
+    assert leaves(figures) == set(METRICS)
+
+
+def test_report_lines() -> None:
+    table = dict(rows(RECORD))
+    assert table["setup"] == (
+        "cpu, avx512, standard, 2 threads, context 4096, temperature 0.7, top-p 0.9, seed 7, loaded in 1.50 s"
+    )
+    assert table["prefill"] == "12 tokens in 0.200 s, 60.0 tok/s, first token after 0.250 s"
+    assert table["decode"] == "50 tokens in 5.000 s, 10.0 tok/s, ended by length"
+    assert table["latency"] == "p50 74.00 ms, p90 94.00, p99 99.00, max 99.00"
+    assert table["experts, decode"] == (
+        "hit rate 40.0% = pinned 25.0 + LRU 15.0, loaded 2400 (48.00 per token, 4.80 of 8 per layer)"
+    )
+    assert table["reads, decode"] == (
+        "6.20 GB, 124.00 MB per token, 2.00 GB/s; service 8.000 s over all readers, waited 2.000 s"
+    )
+    assert table["memory"] == "anonymous 700 MiB, budget 700 MiB; 80 experts in memory, 128 MiB, 8 slots per layer"
+    assert table["time"] == (
+        "read wait 40.0%, experts 20.0%, attention 15.0%, matmul 10.0%, other 10.0%, head 4.0%, router 1.0%"
+    )
+    assert table["kernels"] == "cpu.matmul.int4-grouped.avx512 1200"
+    assert table["fallbacks"] == "none"
+
+
+def test_long_tail_is_named() -> None:
+    steps = (0.01,) * 32 + (0.05,)
+    text = dict(rows(replace(RECORD, decode=replace(DECODE, step_s=steps))))["latency"]
+    assert text.endswith("(long tail: p99 is 5.0 times p50)")
+    text = dict(rows(replace(RECORD, decode=replace(DECODE, step_s=steps[2:]))))["latency"]
+    assert "long tail" not in text
+
+
+def test_printed_report_has_every_row_and_no_markup() -> None:
+    stream = io.StringIO()
+    print_report(replace(RECORD, warnings=("[odd] name", "second"), fallbacks={"a->b": 3}), stream)
+    text = stream.getvalue()
+    for part in ("warning", "[odd] name", "second", "a->b 3", "disk-bound"):
+        assert part in text
+    assert "\x1b" not in text
+
+
+def test_process_figures(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text(
+        "Name:\tx\nVmHWM:\t    2048 kB\nVmLck:\t 4 kB\nRssAnon:\t  1024 kB\nRssFile:\t 8 kB\nRssShmem:\t 1 kB\n"
+    )
+    (tmp_path / "io").write_text("rchar: 9\nread_bytes: 4096\ncancelled_write_bytes: 0\n")
+    assert process_figures(tmp_path) == ProcessFigures(
+        anonymous_bytes=1048576,
+        locked_bytes=4096,
+        mapped_bytes=8192,
+        peak_resident_bytes=2097152,
+        physical_read_bytes=4096,
+    )
+    assert process_figures(tmp_path / "none") == ProcessFigures()
