@@ -8,8 +8,8 @@
 // clang-format off
 namespace picaflor {
 
-// By FormatId: name, inputs per run of quantized activations (0: floats, -1: the matrix's own group
-// size), whether x is rotated first.
+// By FormatId: name, inputs per run of quantized activations (0: the weights are floats, -1: the
+// matrix's own group size), whether x is rotated first.
 inline constexpr int32_t kFormatCount = 11;
 inline constexpr const char* kFormatNames[11] = {
     "f32", "bf16", "f16", "int8-row",

@@ -59,8 +59,10 @@ def header() -> str:
     count = len(formats)
     sizes = REGISTRY["int4-grouped"].group_sizes
     parts = [_HEAD]
-    parts.append("\n// By FormatId: name, inputs per run of quantized activations (0: floats, -1: the matrix's own group\n")
-    parts.append("// size), whether x is rotated first.\n")
+    parts.append(
+        "\n// By FormatId: name, inputs per run of quantized activations (0: the weights are floats, -1: the\n"
+    )
+    parts.append("// matrix's own group size), whether x is rotated first.\n")
     parts.append(f"inline constexpr int32_t kFormatCount = {count};\n")
     parts.append(f"inline constexpr const char* kFormatNames[{count}] = {{\n")
     parts.append(_table((f'"{item.name}"' for item in formats), 4) + "};\n")

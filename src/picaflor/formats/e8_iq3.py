@@ -32,6 +32,8 @@ PLANES = (
     Plane("tag", np.dtype("<f4"), lambda rows, cols, _: (1,), suffix=".qs"),
 )
 
+_HALF_GRID = GRID.astype(np.float32) * np.float32(0.5)
+_PIECE = 64  # super-blocks encoded together: their scores stay inside the processor's cache
 _MASK64 = (1 << 64) - 1
 _LANE_SHIFTS = np.array([0, 7, 14, 21], dtype=np.uint32)
 
@@ -123,7 +125,7 @@ def _decode_rows(blocks: NDArray[np.uint8]) -> F32:
 def _check_cols(cols: int) -> None:
     """Raises BadContainer where rows are no whole number of super-blocks: such a matrix is read but never written."""
     if cols % BLOCK:
-        raise BadContainer(f"{NAME}: rows of {cols} weights cannot be encoded, their length must be a multiple of {BLOCK}")
+        raise BadContainer(f"{NAME}: rows of {cols} weights cannot be encoded, only multiples of {BLOCK}")
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:
@@ -138,7 +140,9 @@ def encode(weights: F32, group_size: int = 0) -> Planes:
         rotated = rotate(np.asarray(weights[part], dtype=np.float32))
         if not np.isfinite(rotated).all():
             raise BadContainer(f"weights hold NaN, infinity or overflow; {NAME} encodes finite values only")
-        out[part] = _encode_blocks(rotated.reshape(-1, BLOCK)).reshape(-1, cols // BLOCK, BLOCK_BYTES)
+        blocks = rotated.reshape(-1, BLOCK)
+        pieces = [_encode_blocks(blocks[start : start + _PIECE]) for start in range(0, len(blocks), _PIECE)]
+        out[part] = np.concatenate(pieces).reshape(-1, cols // BLOCK, BLOCK_BYTES)
     return (out, np.array([TAG], dtype="<f4"))
 
 
@@ -169,12 +173,37 @@ def _even_signs(values: F32, magnitudes: F32) -> NDArray[np.uint8]:
     return lanes
 
 
+@lru_cache(maxsize=1)
+def _norm_classes() -> tuple[F32, tuple[NDArray[np.intp], ...]]:
+    """Distinct squared norms of the halved grid rows, ascending, and the rows of each: rows of one norm differ in their
+    dot product alone, so one comparison per norm finds the nearest of 256."""
+    norms = (_HALF_GRID * _HALF_GRID).sum(axis=1)
+    distinct = np.unique(norms)
+    return distinct, tuple(np.flatnonzero(norms == norm) for norm in distinct)
+
+
+def _best_per_class(magnitudes: F32) -> tuple[F32, NDArray[np.uint8]]:
+    """For vectors `[n, 4]`: twice the largest dot product per norm class and the first row with it, `[n, classes]`."""
+    _, classes = _norm_classes()
+    dots = np.ascontiguousarray((_HALF_GRID * np.float32(2)) @ magnitudes.T)
+    best = np.empty((len(classes), magnitudes.shape[0]), dtype=np.float32)
+    row_of = np.empty(best.shape, dtype=np.uint8)
+    for number, rows in enumerate(classes):
+        best[number] = dots[rows[0]]
+        row_of[number] = rows[0]
+        for row in rows[1:]:
+            better = dots[row] > best[number]
+            np.maximum(best[number], dots[row], out=best[number])
+            np.putmask(row_of[number], better, row)
+    return np.ascontiguousarray(best.T), np.ascontiguousarray(row_of.T)
+
+
 def _nearest(magnitudes: F32, super_scale: F32) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Sub-scale code `[n, 8]` and grid rows `[n, 8, 8]` for magnitudes `[n, 8, 8, 4]`; first code on equal error."""
     count = magnitudes.shape[0]
-    grid = GRID.astype(np.float32) * np.float32(0.5)
-    norms = (grid * grid).sum(axis=1)
-    twice_dot = magnitudes.reshape(-1, 4) @ (grid.T * np.float32(2))
+    norms, _ = _norm_classes()
+    twice_dot, row_of = _best_per_class(magnitudes.reshape(-1, 4))
+    vector = np.arange(twice_dot.shape[0])
     best_error = np.full((count, 8), np.inf, dtype=np.float32)
     best_code = np.zeros((count, 8), dtype=np.uint8)
     best_index = np.zeros((count, 8, 8), dtype=np.uint8)
@@ -183,20 +212,23 @@ def _nearest(magnitudes: F32, super_scale: F32) -> tuple[NDArray[np.uint8], NDAr
         scale = super_scale * np.float32(0.5 + code) * np.float32(0.5)
         np.multiply(np.repeat(scale, INDEX_BYTES)[:, None], norms, out=score)
         np.subtract(score, twice_dot, out=score)
-        index = np.argmin(score, axis=1)
-        off = magnitudes - scale[:, None, None, None] * grid[index].reshape(magnitudes.shape)
-        error = (off * off).reshape(count, 8, SUB_BLOCK).sum(axis=-1)
+        index = row_of[vector, np.argmin(score, axis=1)].reshape(count, 8, 8)
+        off = np.take(_HALF_GRID, index, axis=0)
+        off *= scale[:, None, None, None]
+        np.subtract(magnitudes, off, out=off)
+        error = np.square(off, out=off).reshape(count, 8, SUB_BLOCK).sum(axis=-1)
         better = error < best_error
-        best_error = np.where(better, error, best_error)
+        best_error[better] = error[better]
         best_code[better] = code
-        best_index[better] = index.reshape(count, 8, 8)[better].astype(np.uint8)
+        best_index[better] = index[better]
     return best_code, best_index
 
 
 def sample(rng: np.random.Generator, rows: int, cols: int, group_size: int) -> Planes:
     """Random grid rows, signs and codes; super-scales of both signs over three decades, dirty padding."""
     blocks = rng.integers(0, 256, size=(rows, ceil_div(cols, BLOCK), BLOCK_BYTES), dtype=np.uint8)
-    scales = rng.choice(np.array([-0.02, 0.003, 0.4, 1.7]), size=blocks.shape[:2]) * rng.uniform(0.5, 2, blocks.shape[:2])
+    scales = rng.choice(np.array([-0.02, 0.003, 0.4, 1.7]), size=blocks.shape[:2])
+    scales *= rng.uniform(0.5, 2, size=blocks.shape[:2])
     blocks[..., SCALE_OFFSET:] = scales.astype("<f2")[..., None].view(np.uint8)
     return (blocks, np.array([TAG], dtype="<f4"))
 

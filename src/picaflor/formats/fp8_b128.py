@@ -48,14 +48,17 @@ def encode_e4m3(values: F32) -> NDArray[np.uint8]:
     absolute = np.abs(values)
     subnormal = np.rint(np.minimum(absolute, np.float32(1)) * np.float32(512))
     nan = np.isnan(values)
-    codes = np.where(absolute < np.float32(2.0**-6), np.where(nan, 0, subnormal), normal).astype(np.int64)
+    codes: NDArray[np.int64] = np.where(absolute < np.float32(2.0**-6), np.where(nan, 0, subnormal), normal).astype(
+        np.int64
+    )
     codes = np.where(nan, 0x7F, codes) | ((bits >> np.uint32(31)).astype(np.int64) << 7)
-    return codes.astype(np.uint8)
+    return (codes & 0xFF).astype(np.uint8)
 
 
 def _spread(scales: F32, rows: int, cols: int) -> F32:
     """Block scales repeated to one per weight, for a band of `rows` rows that starts on a block."""
-    return np.repeat(np.repeat(scales, BLOCK, axis=0)[:rows], BLOCK, axis=1)[:, :cols]
+    spread: F32 = np.repeat(np.repeat(scales, BLOCK, axis=0)[:rows], BLOCK, axis=1)[:, :cols]
+    return spread
 
 
 def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:

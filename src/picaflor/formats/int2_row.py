@@ -30,14 +30,17 @@ def unpack_crumbs(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def pack_crumbs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Inverse of `unpack_crumbs`; the last axis is a multiple of 4, values are 0..3."""
     four = values.reshape(*values.shape[:-1], -1, 4)
-    packed: NDArray[np.uint8] = four[..., 0] | (four[..., 1] << 2) | (four[..., 2] << 4) | (four[..., 3] << 6)
+    packed: NDArray[np.uint8] = (
+        four[..., 0] | (four[..., 1] << np.uint8(2)) | (four[..., 2] << np.uint8(4)) | (four[..., 3] << np.uint8(6))
+    )
     return packed
 
 
 def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:
     """`(u - 2) * s[row]`, `[rows, cols]`."""
     packed, scales = take_planes(NAME, PLANES, planes, rows, cols, group_size)
-    return (unpack_crumbs(packed)[:, :cols].astype(np.float32) - np.float32(BIAS)) * scales[:, None]
+    values: F32 = (unpack_crumbs(packed)[:, :cols].astype(np.float32) - np.float32(BIAS)) * scales[:, None]
+    return values
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:

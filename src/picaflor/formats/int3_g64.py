@@ -37,7 +37,7 @@ def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:
     blocks, scales = take_planes(NAME, PLANES, planes, rows, cols, group_size)
     low = unpack_crumbs(blocks[..., :LOW_BYTES])
     high = np.unpackbits(blocks[..., LOW_BYTES:], axis=-1, bitorder="little")
-    codes = (low | (high << 2)).reshape(rows, -1)[:, :cols].astype(np.float32) - np.float32(BIAS)
+    codes = (low | (high << np.uint8(2))).reshape(rows, -1)[:, :cols].astype(np.float32) - np.float32(BIAS)
     return codes * spread_scales(scales, GROUP, cols)
 
 
@@ -50,7 +50,7 @@ def encode(weights: F32, group_size: int = 0) -> Planes:
         codes, scales[block] = quantize(grouped(np.asarray(weights[block], dtype=np.float32), GROUP), QMAX, -BIAS)
         values = (codes + np.int8(BIAS)).astype(np.uint8)
         blocks[block, :, :LOW_BYTES] = pack_crumbs(values & np.uint8(3))
-        blocks[block, :, LOW_BYTES:] = np.packbits(values >> 2, axis=-1, bitorder="little")
+        blocks[block, :, LOW_BYTES:] = np.packbits(values >> np.uint8(2), axis=-1, bitorder="little")
     return (blocks, scales)
 
 

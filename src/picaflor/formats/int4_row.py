@@ -32,7 +32,8 @@ PLANES = (
 def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:
     """`(nibble - 8) * s[row]`, `[rows, cols]`."""
     packed, scales = take_planes(NAME, PLANES, planes, rows, cols, group_size)
-    return (unpack_nibbles(packed, cols).astype(np.float32) - np.float32(BIAS)) * scales[:, None]
+    values: F32 = (unpack_nibbles(packed, cols).astype(np.float32) - np.float32(BIAS)) * scales[:, None]
+    return values
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:

@@ -21,7 +21,8 @@ PLANES = (
 def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:
     """`q * s[row]`, `[rows, cols]`."""
     codes, scales = take_planes(NAME, PLANES, planes, rows, cols, group_size)
-    return codes.astype(np.float32) * scales[:, None]
+    values: F32 = codes.astype(np.float32) * scales[:, None]
+    return values
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:

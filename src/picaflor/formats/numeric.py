@@ -29,7 +29,7 @@ def ceil_div(value: int, by: int) -> int:
 def take_planes(
     name: str, spec: tuple[Plane, ...], arrays: Planes, rows: int, cols: int, group_size: int
 ) -> tuple[NDArray[Any], ...]:
-    """Arrays viewed as the planes of `spec`: any shape and any equally sized item type is taken, a wrong byte count is not.
+    """Arrays viewed as the planes of `spec`: any shape and item type is taken, a wrong byte count is not.
 
     Raises BadContainer naming the format and the plane.
     """
@@ -82,15 +82,15 @@ def grouped(values: NDArray[Any], group: int, fill: int = 0) -> NDArray[Any]:
 def pack_nibbles(codes: I8) -> U8:
     """Codes -8..7 `[rows, cols]` as offset-binary nibbles, even columns low; the padding nibble of odd cols is 8."""
     pairs = grouped(codes, 2).astype(np.uint8) + np.uint8(8)
-    packed: U8 = (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
+    packed: U8 = pairs[..., 0] | (pairs[..., 1] << np.uint8(4))
     return packed
 
 
 def unpack_nibbles(packed: U8, cols: int) -> U8:
     """Nibbles 0..15 `[rows, cols]` of packed rows; a padding nibble is cut off."""
     both = np.empty((*packed.shape, 2), dtype=np.uint8)
-    both[..., 0] = packed & 15
-    both[..., 1] = packed >> 4
+    both[..., 0] = packed & np.uint8(15)
+    both[..., 1] = packed >> np.uint8(4)
     return both.reshape(packed.shape[0], -1)[:, :cols]
 
 
@@ -100,13 +100,13 @@ def spread_scales(scales: F32, group: int, cols: int) -> F32:
 
 
 def wild_scales(rng: np.random.Generator, shape: tuple[int, ...]) -> F32:
-    """Positive scales that differ by orders of magnitude from neighbour to neighbour, none equal to another by design."""
+    """Positive scales that differ by orders of magnitude from neighbour to neighbour."""
     steps = rng.choice(np.array([1e-4, 3e-3, 0.05, 1.0, 20.0]), size=shape)
     return (steps * rng.uniform(0.5, 2.0, size=shape)).astype(np.float32)
 
 
 def wild_bytes(rng: np.random.Generator, shape: tuple[int, ...]) -> U8:
-    """Bytes with many extremes: a third 0x00, 0xFF, 0x0F, 0xF0, 0x80 or 0x7F, the rest uniform; padding is dirty too."""
+    """Bytes, a third of them 0x00, 0xFF, 0x0F, 0xF0, 0x80 or 0x7F, the rest uniform; padding is dirty too."""
     uniform = rng.integers(0, 256, size=shape, dtype=np.uint8)
     extremes = rng.choice(np.array([0x00, 0xFF, 0x0F, 0xF0, 0x80, 0x7F], dtype=np.uint8), size=shape)
     return np.where(rng.random(shape) < 1 / 3, extremes, uniform)
