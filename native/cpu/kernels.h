@@ -38,6 +38,12 @@ struct KernelTable {
 
   // Sum of 64-bit words: the plain-load read limit of this core (bench kernels).
   uint64_t (*read_all)(const std::byte* data, int64_t nbytes);
+
+  // out[i] = silu(gate[i]) * up[i]; out may be gate.
+  void (*silu_mul)(const float* gate, const float* up, float* out, int64_t n);
+
+  // out[i] = fma(factor, x[i], out[i]).
+  void (*add_scaled)(float factor, const float* x, float* out, int64_t n);
 };
 
 const KernelTable* scalar_kernels();

@@ -31,11 +31,15 @@ struct Weight {
   const uint8_t* scales = nullptr; // plane 1, null where the format has none
 };
 
+// Order of the digits inside a run of eight inputs: as they come, or evens then odds (they meet low and high nibbles).
+enum class XLayout : int32_t { natural = 0, nibbles = 1 };
+
 // How activations are prepared for a weight: `planes` int8 planes per group of `group` inputs, or floats (planes 0).
 struct XSpec {
   int32_t planes = 0; // 0 float, 1 fast, 2 standard, 3 exact
   int32_t group = 0;
   bool rotated = false;
+  XLayout layout = XLayout::natural;
   int64_t cols = 0;
 
   bool operator==(const XSpec&) const = default;
