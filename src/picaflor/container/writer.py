@@ -28,6 +28,8 @@ EXPERT_ALIGN_BYTES = 4096
 TENSOR_ALIGN_BYTES = 64
 # The safetensors package refuses longer headers.
 MAX_WRITTEN_HEADER_BYTES = 100_000_000
+# The codes that the safetensors package knows; the others are read only.
+WRITTEN_DTYPES = ("BF16", "F16", "F32", "U8", "I8", "F8_E4M3", "F8_E8M0", "I64", "U64")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -202,8 +204,9 @@ class ContainerWriter:
         """Check the specs of a group and keep it."""
         for spec in specs:
             where = f"tensor {show(spec.name)}"
-            if spec.dtype not in ITEM_BYTES:
-                raise BadContainer(f"{where}: dtype: expected one of {', '.join(ITEM_BYTES)}; found {show(spec.dtype)}")
+            if spec.dtype not in WRITTEN_DTYPES:
+                known = ", ".join(WRITTEN_DTYPES)
+                raise BadContainer(f"{where}: dtype: expected one of {known}; found {show(spec.dtype)}")
             if len(spec.shape) > MAX_RANK or any(extent < 0 for extent in spec.shape):
                 raise BadContainer(
                     f"{where}: shape: expected at most {MAX_RANK} extents of 0 or more, found {list(spec.shape)}"
