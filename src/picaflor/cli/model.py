@@ -1,0 +1,154 @@
+"""What the commands share about a model: naming it, telling it from a prompt, opening it with progress on stderr.
+
+Must not know how a model is loaded or run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from picaflor.errors import BadContainer, UsageError
+from picaflor.settings import Settings
+
+if TYPE_CHECKING:
+    from picaflor.runtime.engine import Engine, EngineOptions
+
+DEMO_LINE = "demo model, 27 M parameters"
+STDIN = "-"
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_PATH_START = ("/", "./", "../", "~/")
+_PROGRESS_PERIOD_S = 0.1
+
+
+def looks_like_model(word: str) -> bool:
+    """An existing path, a word that can only be one, or `org/name` as a hub writes it."""
+    if word == STDIN or not word:
+        return False
+    if _HUB_ID.fullmatch(word):
+        return True
+    if word.startswith(_PATH_START) and not re.search(r"\s", word):
+        return True
+    try:
+        return Path(word).exists()
+    except (OSError, ValueError):
+        return False
+
+
+def model_and_prompt(words: tuple[str, ...]) -> tuple[str | None, str]:
+    """`[MODEL] PROMPT` told apart. Raises UsageError; one word that is a model is never a prompt for the demo."""
+    if not words:
+        raise UsageError('no prompt given: picaflor run [MODEL] "PROMPT", or - to read it from stdin')
+    if len(words) > 2:
+        raise UsageError(f"{len(words)} arguments given; run takes [MODEL] PROMPT: put the prompt in quotes")
+    if len(words) == 2:
+        return words
+    if looks_like_model(words[0]):
+        raise UsageError(
+            f"{words[0]!r} names a model and the prompt is missing: picaflor run MODEL PROMPT"
+            " (a prompt that reads like a path goes in by stdin, with -)"
+        )
+    return None, words[0]
+
+
+def model_path(word: str | None) -> Path | None:
+    """The model's place on disk, None for the built-in one. Raises BadContainer where there is nothing."""
+    if word is None:
+        return None
+    path = Path(word).expanduser()
+    if not path.exists():
+        hub = "; models are not fetched from a hub, download it first" if _HUB_ID.fullmatch(word) else ""
+        raise BadContainer(f"model {word}: no such directory{hub}")
+    return path
+
+
+def read_prompt(word: str) -> str:
+    """The prompt, from stdin where `word` is `-`. Raises UsageError unless it is text with something in it."""
+    if word == STDIN:
+        try:
+            word = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"prompt on stdin: not UTF-8 at byte {error.start}") from None
+    if not word:
+        raise UsageError("the prompt is empty")
+    if any("\ud800" <= letter <= "\udfff" for letter in word):
+        raise UsageError("the prompt is not UTF-8 text")
+    return word
+
+
+def engine_options(settings: Settings) -> EngineOptions:
+    """The engine's part of the settings."""
+    from picaflor.runtime.engine import EngineOptions
+
+    return EngineOptions(
+        ram_bytes=settings.ram,
+        expert_slots=settings.expert_slots,
+        context=settings.ctx,
+        threads=settings.threads,
+        backend=settings.backend,
+        precision=settings.precision,
+        isa=settings.isa,
+        prefill_chunk=settings.prefill_chunk,
+        read_threads=settings.read_threads,
+        group_size=settings.group_size,
+        latent_norm_eps=settings.latent_norm_eps,
+        strict=settings.strict,
+        disable=settings.disable,
+    )
+
+
+@contextmanager
+def open_engine(word: str | None, settings: Settings) -> Iterator[Engine]:
+    """Open the model named by `word` (None: the built-in one, said on stderr); warnings and progress go to stderr."""
+    path = model_path(word)
+    from picaflor.runtime.engine import Engine
+
+    if path is None:
+        print(DEMO_LINE, file=sys.stderr, flush=True)
+    progress = Progress()
+    with Engine.open(path, engine_options(settings), progress=progress, warn=progress.warn) as engine:
+        progress.clear()
+        try:
+            yield engine
+        finally:
+            progress.clear()
+
+
+class Progress:
+    """One line on stderr that replaces itself; silent unless stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self._on = sys.stderr.isatty()
+        self._next = time.monotonic() + _PROGRESS_PERIOD_S
+        self._shown = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if not self._on or now < self._next:
+            return
+        self._next = now + _PROGRESS_PERIOD_S
+        if done >= total:
+            self.clear()
+            return
+        width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 1)
+        print(
+            f"\r\x1b[K{f'{stage} {done} of {total} ({done / total:.0%})'[:width]}", end="", file=sys.stderr, flush=True
+        )
+        self._shown = True
+
+    def warn(self, text: str) -> None:
+        """A warning on a line of its own."""
+        self.clear()
+        print(f"picaflor: warning: {text}", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False

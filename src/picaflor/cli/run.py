@@ -1,0 +1,95 @@
+"""`picaflor run [MODEL] PROMPT`: continue a text on stdout as it is produced.
+
+Must not know how text is made; the report comes from the engine's record.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from picaflor import settings as table
+from picaflor.cli.model import model_and_prompt, open_engine, read_prompt
+from picaflor.errors import PicaflorError
+from picaflor.settings import Settings
+
+if TYPE_CHECKING:
+    from picaflor.runtime.engine import Engine
+    from picaflor.runtime.generate import SamplingOptions
+
+
+@click.command()
+@click.argument("words", nargs=-1, metavar="[MODEL] PROMPT")
+@table.options("run")
+def command(words: tuple[str, ...], settings: Settings) -> None:
+    """Continue PROMPT with MODEL, a directory; without MODEL the built-in one. PROMPT may be - for stdin.
+
+    The continuation goes to stdout as it is produced, everything else to stderr.
+    """
+    model, prompt_word = model_and_prompt(words)
+    prompt = read_prompt(prompt_word)
+    with open_engine(model, settings) as engine:
+        ids = prompt_ids(engine, prompt, chat=settings.chat)
+        sampling = sampling_options(settings)
+        try:
+            text = _write(engine, ids, sampling, silent=settings.json)
+        except KeyboardInterrupt:
+            _report(engine, settings)
+            raise
+        _report(engine, settings)
+        if settings.json:
+            from picaflor.telemetry.report import as_json
+
+            print(json.dumps({"text": text, "finish_reason": engine.finish_reason, "record": as_json(engine.record())}))
+
+
+def prompt_ids(engine: Engine, prompt: str, *, chat: bool) -> list[int]:
+    """The prompt's tokens; with `chat` it is one user turn in the model's own template."""
+    if not chat:
+        return list(engine.tokenizer.encode_prompt(prompt))
+    return chat_ids(engine, [{"role": "user", "content": prompt}])
+
+
+def chat_ids(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
+    """Tokens of a conversation in the model's template, up to where the answer begins."""
+    if engine.chat_template is None:
+        raise PicaflorError(f"model {engine.name} has no chat template; leave --chat out to continue a text")
+    return list(engine.tokenizer.encode(engine.chat_template.render(messages)))
+
+
+def sampling_options(settings: Settings) -> SamplingOptions:
+    """The sampler's part of the settings; a seed is drawn where none was given."""
+    from picaflor.runtime.generate import SamplingOptions
+
+    return SamplingOptions(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=secrets.randbits(32) if settings.seed is None else settings.seed,
+        stop=settings.stop,
+    )
+
+
+def _report(engine: Engine, settings: Settings) -> None:
+    if settings.profile:
+        from picaflor.telemetry.report import print_report
+
+        print_report(engine.record(), sys.stderr)
+
+
+def _write(engine: Engine, ids: list[int], sampling: SamplingOptions, *, silent: bool) -> str:
+    text = ""
+    try:
+        for piece in engine.generate(ids, sampling):
+            text += piece.text
+            if piece.text and not silent:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+    finally:
+        if text and not silent and not text.endswith("\n"):
+            print(flush=True)
+    return text
