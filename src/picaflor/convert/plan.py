@@ -5,7 +5,6 @@ Knows models, policies and the writer; must not know where weights come from.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from picaflor.convert.policy import Choice, Policy
 from picaflor.convert.stored import named_arrays, stored_tensors
 from picaflor.errors import PicaflorError, UsageError
 from picaflor.formats.base import F32, Format
+from picaflor.formats.rules import FormatRule, FormatRules
 from picaflor.models.base import ExpertSpec, MatrixSpec, Model, PlaneSpec, VectorSpec
 
 VECTORS = "norms and biases"
@@ -181,16 +181,19 @@ def make_plan(model: Model, policy: Policy, *, draft: bool = True, skip: Iterabl
 
 
 def rules_json(plan: Plan) -> str:
-    """The text of `picaflor.formats`: one rule per pattern of names, exact names only where a pattern does not fit."""
+    """The text of `picaflor.formats`: one rule per pattern of names, exact names only where no pattern fits."""
     choices = {matrix.spec.name: matrix.choice for matrix in plan.matrices()}
-    return json.dumps({"version": 1, "rules": [_rule(*item) for item in _patterns(choices)]})
+    rules = FormatRules(tuple(_rule(*item) for item in _patterns(choices)))
+    wrong = [_rule(name, choice) for name, choice in choices.items() if not _says(rules.match(name), choice)]
+    return FormatRules((*wrong, *rules.rules)).to_json()
 
 
-def _rule(pattern: str, choice: Choice) -> dict[str, Any]:
-    rule: dict[str, Any] = {"pattern": pattern, "format": choice.format}
-    if choice.group_size:
-        rule["group_size"] = choice.group_size
-    return rule
+def _says(rule: FormatRule | None, choice: Choice) -> bool:
+    return rule is not None and (rule.format, rule.group_size) == (choice.format, choice.group_size)
+
+
+def _rule(pattern: str, choice: Choice) -> FormatRule:
+    return FormatRule(pattern, choice.format, choice.group_size)
 
 
 def _patterns(choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:

@@ -1,0 +1,282 @@
+"""Conversion: a checkpoint or container of a known family becomes a new container, or nothing at all.
+
+Knows models, plans, the writer and the file system; must not know formats' bytes or the command line. Everything is
+classified and checked before the first byte is written; the work happens in `.NAME.partial` beside the target, which
+gets its name only when it is complete. A later run with the same source and options goes on where this one stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from picaflor import formats
+from picaflor.container.index import Container
+from picaflor.container.strict_json import show_path
+from picaflor.container.writer import DEFAULT_SHARD_BYTES, ContainerWriter
+from picaflor.convert.plan import Plan, PlannedMatrix, make_plan, rules_json
+from picaflor.convert.policy import Policy
+from picaflor.convert.quality import Quality
+from picaflor.convert.source import SourceModel, refuse_unknown
+from picaflor.convert.stored import encode_blocks
+from picaflor.errors import BadContainer, UsageError, WriteFailed
+from picaflor.models.base import Model, build_model, missing
+from picaflor.models.config import Notices
+from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
+
+COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+STATE = "convert-state.json"
+_STATE_VERSION = 1
+# Room that the file system needs besides the tensors: headers, padding, side files.
+_SPARE_BYTES = 64 << 20
+# Keys that a family's config gets where the source does not state them.
+_STATED = {"glm_moe_dsa": {"latent_norm_eps": LATENT_NORM_EPS}}
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """What to make. `source_group_size`: for a source of int4-grouped tensors that does not state it."""
+
+    policy: Policy = field(default_factory=Policy)
+    draft: bool = True
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    source_group_size: int | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertReport:
+    """What was planned or written. `quality` is None after a dry run; `skipped` are names that were left out."""
+
+    source: Path
+    out: Path
+    family: str
+    plan: Plan
+    source_bytes: int
+    free_bytes: int
+    skipped: tuple[str, ...]
+    written: bool
+    quality: Quality | None
+    warnings: tuple[str, ...]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON data."""
+        classes = []
+        for total in self.plan.totals():
+            found = self.quality.classes.get(total.group) if self.quality is not None else None
+            classes.append(total.record() | (found.record() if found is not None else {}))
+        return {
+            "source": str(self.source),
+            "out": str(self.out),
+            "family": self.family,
+            "written": self.written,
+            "source_bytes": self.source_bytes,
+            "bytes": self.plan.nbytes,
+            "free_bytes": self.free_bytes,
+            "skipped_tensors": len(self.skipped),
+            "classes": classes,
+            "warnings": list(self.warnings),
+        }
+
+
+def convert(
+    source: Path,
+    out: Path,
+    options: ConvertOptions | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> ConvertReport:
+    """Convert `source` to the new directory `out`; with `dry_run` plan and check only, writing nothing.
+
+    `progress("writing", bytes done, bytes in all)`. Raises UsageError (`out` is there already, options that do not
+    go together), BadContainer and its like (a source that is not whole or holds unknown tensors), UnsupportedConfig,
+    WriteFailed (disk).
+    """
+    options = options or ConvertOptions()
+    _check_target(source, out)
+    warnings: list[str] = []
+
+    def note(text: str) -> None:
+        warnings.append(text)
+        warn(text)
+
+    with Container.open(source) as container:
+        values = container.config()
+        notices = Notices(strict=options.strict, warn=note)
+        model = build_model(values, container, where=show_path(source / "config.json"), notices=notices)
+        job = _Job(container, values, model, options, note)
+        free = shutil.disk_usage(_existing_parent(out)).free
+        quality = None
+        if not dry_run:
+            quality = Quality()
+            job.write(out, quality, free, progress)
+            for text in quality.warnings:
+                note(text)
+        return ConvertReport(
+            source=source,
+            out=out,
+            family=model.family,
+            plan=job.plan,
+            source_bytes=sum(info.nbytes for info in container.tensors.values()),
+            free_bytes=free,
+            skipped=job.skipped,
+            written=not dry_run,
+            quality=quality,
+            warnings=tuple(warnings),
+        )
+
+
+class _Job:
+    """One conversion after its source was opened: the plan, and the writing of it."""
+
+    def __init__(
+        self,
+        container: Container,
+        values: dict[str, Any],
+        model: Model,
+        options: ConvertOptions,
+        note: Callable[[str], None],
+    ) -> None:
+        self._container, self._values, self._model, self._options = container, values, model, options
+        absent = missing(model.parts(), lambda name: name in container)
+        if absent:
+            container.require(absent[0])
+        self._source = SourceModel(container, group_size=options.source_group_size, warn=note)
+        used = self._source.used(model)
+        tied = [spec.name for spec in model.matrices() if spec.kind == "head" and spec.name not in container]
+        self.plan = make_plan(model, options.policy, draft=options.draft, skip=tied)
+        self.skipped = refuse_unknown(container, model, used)
+        for planned in self.plan.matrices():
+            self._source.matrix(planned.spec)
+
+    def write(self, out: Path, quality: Quality, free: int, progress: Progress | None) -> None:
+        """Write everything beside `out`, check it, and give it its name."""
+        work = out.parent / f".{out.name}.partial"
+        done = self._prepare(work)
+        needed = self.plan.nbytes + _SPARE_BYTES - done
+        if free < needed:
+            raise WriteFailed(f"{show_path(out)}: {needed} bytes needed, {free} bytes free on this disk")
+        writer = ContainerWriter(
+            work,
+            max_shard_bytes=self._options.shard_bytes,
+            metadata={"format": "pt"},
+            rules_json=rules_json(self.plan),
+        )
+        self.plan.declare(writer, matrix=lambda planned: self._encode(planned, quality), vector=self._source.vector)
+        writer.write(resume=True, progress=None if progress is None else _named(progress))
+        self._write_side_files(work)
+        check_formats(work, self.plan)
+        (work / STATE).unlink()
+        try:
+            os.rename(work, out)
+        except OSError as error:
+            raise WriteFailed(f"{show_path(out)}: cannot be named: {error.strerror}; it is in {work}") from error
+
+    def _prepare(self, work: Path) -> int:
+        """Make the working directory, or keep that of an earlier run with the same state. Returns its bytes."""
+        state = json.dumps(self._state(), sort_keys=True)
+        try:
+            if work.exists() and _read(work / STATE) != state:
+                shutil.rmtree(work)
+            work.mkdir(parents=True, exist_ok=True)
+            for stale in work.glob(".*.tmp-*"):
+                stale.unlink()
+            (work / STATE).write_text(state, encoding="utf-8")
+        except OSError as error:
+            raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
+        return sum(path.stat().st_size for path in work.glob("*.safetensors"))
+
+    def _state(self) -> dict[str, Any]:
+        """What must be equal for a later run to go on: the source's files and all that shapes the result."""
+        stats = [(shard.path, shard.path.stat()) for shard in self._container.shards]
+        return {
+            "version": _STATE_VERSION,
+            "source": [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+            "policy": asdict(self._options.policy),
+            "draft": self._options.draft,
+            "shard_bytes": self._options.shard_bytes,
+            "source_group_size": self._options.source_group_size,
+        }
+
+    def _encode(self, planned: PlannedMatrix, quality: Quality) -> tuple[NDArray[Any], ...]:
+        """One matrix's planes: copied where the source has the very format, else decoded and encoded."""
+        spec, choice = planned.spec, planned.choice
+        matrix = self._source.matrix(spec)
+        stored = matrix.stored
+        if matrix.whole and (stored.format, stored.group_size) == (choice.format, choice.group_size):
+            return matrix.planes()
+        meter = quality.measure(planned)
+        planes = encode_blocks(
+            matrix.read, formats.get(choice.format), spec.rows, spec.cols, choice.group_size, check=meter
+        )
+        meter.done()
+        return planes
+
+    def _write_side_files(self, work: Path) -> None:
+        """config.json, and copies of what the tokenizer and the template need."""
+        values = {key: value for key, value in self._values.items() if key != "quantization_config"}
+        for key, value in _STATED.get(self._model.family, {}).items():
+            values.setdefault(key, value)
+        if self._model.draft is not None and not self._options.draft:
+            values["num_nextn_predict_layers"] = 0
+        try:
+            text = json.dumps(values, indent=1, ensure_ascii=False)
+            (work / "config.json").write_text(text + "\n", encoding="utf-8")
+            for name in COPIED:
+                path = self._container.path / name
+                if path.is_file():
+                    shutil.copyfile(path, work / name)
+        except OSError as error:
+            raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
+
+
+def check_formats(directory: Path, plan: Plan) -> None:
+    """Open a written container and compare every matrix's format with the plan. Raises BadContainer."""
+    with Container.open(directory) as container:
+        written = SourceModel(container, group_size=None, warn=lambda text: None)
+        for planned in plan.matrices():
+            found = written.matrix(planned.spec).stored
+            if (found.format, found.group_size) != (planned.choice.format, planned.choice.group_size):
+                raise BadContainer(
+                    f"{show_path(directory)}: tensor {planned.spec.name} reads as {found.format}, group size "
+                    f"{found.group_size}; written as {planned.choice.format}, {planned.choice.group_size}"
+                )
+
+
+def _check_target(source: Path, out: Path) -> None:
+    """Refuse a target that is there, or that lies inside the source."""
+    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise UsageError(f"{show_path(out)}: already there; convert never overwrites, give a new directory")
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise UsageError(f"{show_path(out)}: lies inside the source {show_path(source)}; give a directory elsewhere")
+
+
+def _existing_parent(path: Path) -> Path:
+    """The nearest directory above a path that exists."""
+    parent = path.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    return parent
+
+
+def _named(progress: Progress) -> Callable[[int, int], None]:
+    return lambda done, total: progress("writing", done, total)
+
+
+def _read(path: Path) -> str | None:
+    """A small text file, None where there is none that can be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
