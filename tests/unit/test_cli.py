@@ -21,7 +21,7 @@ from picaflor import cli
 from picaflor.cli import app, bench
 from picaflor.cli.lazy import LazyGroup
 from picaflor.cli.model import DEMO_LINE, looks_like_model, model_and_prompt
-from picaflor.errors import ContextExceeded, OutOfBudget, PicaflorError, UsageError
+from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
 from picaflor.telemetry.record import Phase, Record
 
 SOURCE = Path(cli.__file__).parents[2]
@@ -60,16 +60,20 @@ class FakeSampling:
 
 
 class FakeTokenizer:
+    special = frozenset({1, 2})
+
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return [1, *self.encode(text)]
-
 
 class FakeTemplate:
-    def render(self, messages: list[dict[str, str]]) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+    start = "\x01"
+
+    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
+        if not messages and not self.start:
+            raise BadTemplate("messages[0] is undefined")
+        turns = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return (self.start if not messages else "") + turns + "<assistant>" * add_generation_prompt
 
 
 class FakeEngine:
@@ -251,6 +255,23 @@ def test_options_reach_the_engine(picaflor: Run, fake: type[FakeEngine]) -> None
         disable=("cpu.matmul", "cpu.rope"),
     )
     assert fake.calls[0][1] == FakeSampling(max_tokens=5, temperature=0.0, top_p=0.5, seed=3, stop=("END", "\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("start", "prompt", "text"),
+    [
+        ("\x01\x02", "Hi", "\x01\x02Hi"),
+        ("\x01\x02", "\x01\x02Hi", "\x01\x02Hi"),
+        ("\x01You are", "Hi", "Hi"),
+        ("", "Hi", "Hi"),
+    ],
+)
+def test_prompt_starts_as_the_model_knows_it(
+    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, start: str, prompt: str, text: str
+) -> None:
+    monkeypatch.setattr(FakeTemplate, "start", start)
+    assert picaflor("run", prompt)[0] == 0
+    assert fake.calls[0][0] == text
 
 
 def test_chat_flag_renders_the_template(picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import click
 
 from picaflor import settings as table
 from picaflor.cli.model import model_and_prompt, open_engine, read_prompt
-from picaflor.errors import PicaflorError
+from picaflor.errors import BadTemplate, PicaflorError
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
@@ -50,7 +50,9 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
 def prompt_ids(engine: Engine, prompt: str, *, chat: bool) -> list[int]:
     """The prompt's tokens; with `chat` it is one user turn in the model's own template."""
     if not chat:
-        return list(engine.tokenizer.encode_prompt(prompt))
+        ids = engine.tokenizer.encode(prompt)
+        prefix = _sequence_prefix(engine)
+        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
     return chat_ids(engine, [{"role": "user", "content": prompt}])
 
 
@@ -58,7 +60,18 @@ def chat_ids(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
     """Tokens of a conversation in the model's template, up to where the answer begins."""
     if engine.chat_template is None:
         raise PicaflorError(f"model {engine.name} has no chat template; leave --chat out to continue a text")
-    return list(engine.tokenizer.encode(engine.chat_template.render(messages)))
+    return engine.tokenizer.encode(engine.chat_template.render(messages))
+
+
+def _sequence_prefix(engine: Engine) -> list[int]:
+    """The control tokens with which the model's template starts any conversation; none where it has no such start."""
+    if engine.chat_template is None:
+        return []
+    try:
+        ids = engine.tokenizer.encode(engine.chat_template.render([], add_generation_prompt=False))
+    except BadTemplate:
+        return []
+    return ids if all(number in engine.tokenizer.special for number in ids) else []
 
 
 def sampling_options(settings: Settings) -> SamplingOptions:
