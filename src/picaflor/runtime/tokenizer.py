@@ -1,0 +1,249 @@
+"""Text to tokens and back, and the tokens that end an answer.
+
+Knows tokenizer.json through the `tokenizers` library; must not know models, templates' syntax or devices. Only
+byte-level vocabularies are read: bytes of a token never depend on its neighbours, so a stream gives the same text as
+the whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from picaflor.errors import BadTemplate, BadTokenizer, UnsupportedConfig
+
+MAX_TOKENIZER_BYTES = 1 << 30
+FILE = "tokenizer.json"
+_OTHER_FILES = ("*.tiktoken", "tiktoken.model", "tokenizer.model", "vocab.json", "merges.txt", "tokenization_*.py")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself where printable, else from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+class Tokenizer:
+    """A byte-level tokenizer. `special`: ids of added tokens that are control tokens, not content."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, *, where: str) -> None:
+        self.where = where
+        self._inner = inner
+        added = inner.get_added_tokens_decoder()
+        self.added: dict[int, str] = {number: token.content for number, token in added.items()}
+        self.special = frozenset(number for number, token in added.items() if token.special)
+        self._alphabet = byte_alphabet()
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def open(cls, directory: Path, *, vocabulary: int | None = None, family: str = "unknown") -> Tokenizer:
+        """The tokenizer of a model folder. Raises BadTokenizer.
+
+        `vocabulary`: rows of the model's embedding; a token beyond it is refused.
+        """
+        path = directory / FILE
+        if not path.is_file():
+            raise BadTokenizer(_missing(directory, family))
+        size = path.stat().st_size
+        if size > MAX_TOKENIZER_BYTES:
+            raise BadTokenizer(f"{path}: {size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
+        text = _read_text(path)
+        _check_decoder(text, path)
+        tokenizer = cls(_parse(text, path), where=str(path))
+        largest = max(tokenizer._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest < 0 or (vocabulary is not None and largest >= vocabulary):
+            raise BadTokenizer(
+                f"{path}: the largest token id is {largest}; the model has ids 0 to {vocabulary or 0} - 1"
+            )
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text; nothing is put in front. Added tokens are found wherever their text stands."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def token_id(self, text: str) -> int | None:
+        """The id of one token by its text, None if there is none."""
+        number: int | None = self._inner.token_to_id(text)
+        return number
+
+    def token_bytes(self, number: int) -> bytes:
+        """The bytes of one token; none for an id without a token."""
+        found = self._bytes.get(number)
+        if found is None:
+            found = self._bytes[number] = self._spell(number)
+        return found
+
+    def _spell(self, number: int) -> bytes:
+        if number in self.added:
+            return self.added[number].encode()
+        text: str | None = self._inner.id_to_token(number)
+        if text is None:
+            return b""
+        try:
+            return bytes(self._alphabet[letter] for letter in text)
+        except KeyError:
+            return text.encode()
+
+    def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
+        """Text of tokens, control tokens left out unless asked for; bytes that are no UTF-8 become U+FFFD."""
+        stream = self.stream(keep_special=keep_special)
+        return "".join([*(stream.push(number) for number in ids), stream.finish()])
+
+    def stream(self, *, keep_special: bool = False) -> Detokenizer:
+        """A decoder that is fed token by token."""
+        return Detokenizer(self, keep_special=keep_special)
+
+
+class Detokenizer:
+    """Text of a growing token sequence. A character is given out when its last byte has come, never in part."""
+
+    def __init__(self, tokenizer: Tokenizer, *, keep_special: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._keep_special = keep_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, number: int) -> str:
+        """The text that is complete with this token; may be empty."""
+        if number in self._tokenizer.special and not self._keep_special:
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(number))
+
+    def finish(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became complete."""
+        return self._decoder.decode(b"", True)
+
+
+def _missing(directory: Path, family: str) -> str:
+    found = sorted(path.name for pattern in _OTHER_FILES for path in directory.glob(pattern))
+    kind = " (a tiktoken vocabulary)" if any("tiktoken" in name for name in found) else ""
+    here = f"found {', '.join(found)}{kind}" if found else "found no tokenizer file at all"
+    return (
+        f"{directory}: {FILE} is missing, {here}; model family {family}; accepted: a byte-level {FILE}; to make it: "
+        f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{directory}')"
+        f".save_pretrained('{directory}')\""
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTokenizer(f"{path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _check_decoder(text: str, path: Path) -> None:
+    """Refuse vocabularies whose tokens are not plain bytes."""
+    try:
+        values = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise BadTokenizer(f"{path}: not valid JSON: {error}") from error
+    decoder = values.get("decoder") if isinstance(values, dict) else None
+    kind = decoder.get("type") if isinstance(decoder, dict) else None
+    if kind != "ByteLevel":
+        raise BadTokenizer(f"{path}: decoder is {json.dumps(kind)}; accepted: ByteLevel")
+
+
+def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except BaseException as error:
+        # The library raises plain Exception for a bad file, and a BaseException where its own code gives up.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise BadTokenizer(
+                f"{path}: not usable: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from error
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class StopSet:
+    """Tokens that end an answer: `eos` by the configs, `roles` because the template starts or ends a turn with them."""
+
+    eos: tuple[int, ...]
+    roles: tuple[int, ...]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """All of them."""
+        return frozenset(self.eos) | frozenset(self.roles)
+
+
+def eos_ids(
+    config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, *, vocabulary: int | None = None
+) -> tuple[int, ...]:
+    """The union of `eos_token_id` of both files, ascending. Raises UnsupportedConfig naming the file."""
+    found: set[int] = set()
+    for where, values in (("config.json", config), ("generation_config.json", generation_config or {})):
+        value = values.get("eos_token_id")
+        listed = [] if value is None else value if isinstance(value, list) else [value]
+        limit = 2**31 if vocabulary is None else vocabulary
+        if any(type(number) is not int or not 0 <= number < limit for number in listed):
+            raise UnsupportedConfig(
+                f"{where}: eos_token_id is {json.dumps(value)[:80]}; accepted: a token id below {limit} or a list"
+            )
+        found.update(listed)
+    return tuple(sorted(found))
+
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+_PROBES = {"system": "probe-system-text", "user": "probe-user-text", "assistant": "probe-answer", "tool": "probe-tool"}
+_TALKS = (("system", "user"), ("user", "assistant", "user"), ("user", "assistant", "tool"))
+
+
+def role_markers(tokenizer: Tokenizer, render: Render) -> tuple[int, ...]:
+    """Control tokens that a template writes right before or after the text of a turn, ascending.
+
+    Found by rendering short talks: after any turn's text the first control token, before a turn that the model does not
+    write itself the last one. A talk that the template refuses tells nothing.
+    """
+    found: set[int] = set()
+    for roles in _TALKS:
+        try:
+            ids = tokenizer.encode(render([{"role": role, "content": _PROBES[role]} for role in roles]))
+        except BadTemplate:
+            continue
+        spans = _segments(tokenizer, ids)
+        for before, text, after in spans:
+            if not any(probe in text for probe in _PROBES.values()):
+                continue
+            if after is not None:
+                found.add(after)
+            if before is not None and _PROBES["assistant"] not in text:
+                found.add(before)
+    return tuple(sorted(found))
+
+
+def _segments(tokenizer: Tokenizer, ids: Sequence[int]) -> list[tuple[int | None, str, int | None]]:
+    """Runs of text with the control token before and after each."""
+    marks = [-1, *(index for index, number in enumerate(ids) if number in tokenizer.special), len(ids)]
+    spans = []
+    for start, end in itertools.pairwise(marks):
+        before = ids[start] if start >= 0 else None
+        after = ids[end] if end < len(ids) else None
+        spans.append((before, tokenizer.decode(ids[start + 1 : end]), after))
+    return spans
+
+
+def stop_set(
+    tokenizer: Tokenizer,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None,
+    *,
+    render: Render | None = None,
+    vocabulary: int | None = None,
+) -> StopSet:
+    """What ends an answer of this model. `render`: its chat template, None where it has none."""
+    eos = eos_ids(config, generation_config, vocabulary=vocabulary)
+    return StopSet(eos, role_markers(tokenizer, render) if render is not None else ())
