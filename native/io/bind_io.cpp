@@ -85,7 +85,8 @@ void bind_io(nb::module_& module) {
           },
           nb::arg("tickets"), nb::arg("seconds"),
           "Results of the finished ones among `tickets` (uint64), after at most `seconds` (negative: no limit).\n"
-          "Returns empty at once if a ticket is unknown and none is finished.")
+          "They stay known until `forget`. Empty at once if a ticket is unknown and none is finished.")
+      .def("forget", &ReadPool::forget, nb::arg("ticket"), "Drop the result of a finished job.")
       .def("cancel", &ReadPool::cancel, nb::arg("ticket"), "Take back a job that has not begun; True if it was.")
       .def("promote", &ReadPool::promote, nb::arg("ticket"), "Let a waiting job start with the demand jobs.")
       .def("stats", &ReadPool::stats)

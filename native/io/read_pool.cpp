@@ -183,12 +183,16 @@ std::vector<ReadResult> ReadPool::wait_any(std::span<const std::uint64_t> ticket
   std::vector<ReadResult> results;
   for (const std::uint64_t ticket : tickets) {
     const auto found = s.jobs.find(ticket);
-    if (found == s.jobs.end() || found->second.phase != Phase::kDone) continue;
-    results.push_back(found->second.result);
-    s.jobs.erase(found);
+    if (found != s.jobs.end() && found->second.phase == Phase::kDone) results.push_back(found->second.result);
   }
-  if (!results.empty()) s.done.notify_all();  // others who wait for the same tickets must see that they are gone
   return results;
+}
+
+void ReadPool::forget(std::uint64_t ticket) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto found = s.jobs.find(ticket);
+  if (found != s.jobs.end() && found->second.phase == Phase::kDone) s.jobs.erase(found);
 }
 
 bool ReadPool::cancel(std::uint64_t ticket) {

@@ -46,7 +46,7 @@ struct ReadStats {
 // Reads up to `nbytes` bytes at `offset`; returns bytes or -errno, as read_at does. Tests put faults here.
 using ReadFunction = std::function<std::int64_t(int fd, void* to, std::size_t nbytes, std::int64_t offset)>;
 
-// All members may be called from any thread. A job's memory must stay valid until its ticket came back from
+// All members may be called from any thread. A job's memory must stay valid until its result came back from
 // `wait_any`, `cancel` returned true for it, or `close` returned: after that no thread writes to it.
 // After fork the child has an empty pool; tickets of the parent are unknown there.
 class ReadPool {
@@ -66,9 +66,12 @@ class ReadPool {
   std::uint64_t submit(std::span<const ReadRun> runs, std::span<const std::int64_t> bounds, bool demand);
 
   // Wait until one of the tickets is finished or unknown, or `seconds` have passed (negative: no limit). Returns the
-  // results of all finished ones and forgets them. Empty: time is up, or a ticket was unknown (taken by another
-  // caller, cancelled).
+  // results of all finished ones; they stay known until `forget`, so that a caller who is interrupted can ask again.
+  // Empty: time is up, or a ticket was unknown (cancelled, or forgotten by another caller).
   std::vector<ReadResult> wait_any(std::span<const std::uint64_t> tickets, double seconds);
+
+  // Drop the result of a finished job. Anything else is left alone.
+  void forget(std::uint64_t ticket);
 
   // Take a job back that has not begun: true, and its memory is free at once. False: running, finished or unknown.
   bool cancel(std::uint64_t ticket);

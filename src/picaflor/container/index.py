@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -154,6 +155,10 @@ class Container:
                 f"shards are here, with {len(self.tensors)} tensors"
             )
         return info
+
+    def handle(self, shard: int) -> AbstractContextManager[int]:
+        """A shard's descriptor for positional reads, kept open while the context lasts. Raises ReadFailed."""
+        return self._files.handle(shard)
 
     def read_into(self, span: Span | TensorInfo, view: memoryview) -> None:
         """Fill a writable, contiguous byte view of exactly `span.nbytes` bytes.

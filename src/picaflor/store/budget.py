@@ -1,0 +1,341 @@
+"""The memory ledger: what may be used and who says so, what is needed and which option changes it.
+
+Knows byte counts, /proc and cgroup files; must not know models, formats or containers. What cannot be read is unknown,
+never zero. Counts anonymous, shared and locked memory of the whole process; mapped file pages are the system's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from picaflor.errors import OutOfBudget
+from picaflor.sizes import format_bytes
+from picaflor.store.arena import arena_bytes
+
+PROC = Path("/proc")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
+HOST_SHARE = 0.88
+"""Part of the memory found free that is used: buffered reads slow down badly when no room is left for file pages."""
+TOLERANCE = 0.02
+_NO_LIMIT = 1 << 60  # cgroup v1 writes the largest page-aligned number for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One voice on how much this process may use in all.
+
+    `nbytes` None: no limit from here if `unknown` is false, else it could not be read. `detail` says where the number
+    comes from.
+    """
+
+    name: str
+    nbytes: int | None
+    detail: str
+    unknown: bool = False
+
+    def __str__(self) -> str:
+        said = "unknown" if self.unknown else "no limit" if self.nbytes is None else format_bytes(self.nbytes)
+        return f"{self.name} {said} ({self.detail})"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that needs memory; `flag` is the option that changes it, empty if none does."""
+
+    name: str
+    nbytes: int
+    flag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Sources, items and the slots that they leave. `slots` maps each MoE layer to its number of expert slots;
+    `working_slots` are shared by the layers that do not fit completely."""
+
+    sources: tuple[Source, ...]
+    items: tuple[Item, ...]
+    slots: Mapping[int, int]
+    working_slots: int
+    all_resident: bool
+
+    @property
+    def limit(self) -> Source:
+        """The source with the smallest number."""
+        return tightest(self.sources)
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of all items."""
+        return sum(item.nbytes for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What this process holds now, in bytes; `file` pages are mapped files and count against nobody's budget."""
+
+    anonymous: int
+    locked: int
+    file: int
+    peak: int
+
+    @property
+    def charged(self) -> int:
+        """What the budget bounds: locked memory is anonymous here, so the larger of both."""
+        return max(self.anonymous, self.locked)
+
+
+def process_memory(*, proc: Path = PROC) -> ProcessMemory | None:
+    """This process's memory from `/proc/self/status` (RssAnon + RssShmem, VmLck, RssFile, VmHWM); None if unknown."""
+    try:
+        text = (proc / "self" / "status").read_text()
+    except OSError:
+        return None
+    fields = _kib_fields(text)
+    try:
+        anonymous = fields["RssAnon"] + fields["RssShmem"]
+        return ProcessMemory(anonymous, fields.get("VmLck", 0), fields["RssFile"], fields["VmHWM"])
+    except KeyError:
+        return None
+
+
+def memory_sources(
+    ram: int | None, *, held: int, proc: Path = PROC, cgroup_mount: Path = CGROUP_MOUNT
+) -> tuple[Source, ...]:
+    """`--ram`, the host's and the control group's word on what this process may use, `held` bytes (what it holds now)
+    included."""
+    given = Source("--ram", ram, "given" if ram is not None else "not given")
+    return (given, _host_source(held, proc), _cgroup_source(held, proc, cgroup_mount))
+
+
+def tightest(sources: Sequence[Source]) -> Source:
+    """The source with the smallest number. Raises OutOfBudget if none gives a number."""
+    known = [source for source in sources if source.nbytes is not None]
+    if not known:
+        said = "; ".join(map(str, sources))
+        raise OutOfBudget(f"nothing says how much memory may be used: {said}; give --ram, as --ram 8GiB")
+    return min(known, key=lambda source: source.nbytes or 0)
+
+
+def fit(
+    sources: Sequence[Source],
+    items: Sequence[Item],
+    slot_nbytes: Mapping[int, int],
+    experts: Mapping[int, int],
+    *,
+    wanted_slots: int | None,
+    working_slots: int,
+) -> Ledger:
+    """How many expert slots each layer gets, from what the other `items` leave.
+
+    `slot_nbytes` and `experts`: bytes of the widest expert and number of experts by layer. Without `wanted_slots`
+    every layer gets the same number, as many as fit, and what is then left gives single layers one more, in order.
+    When all experts fit there is no working set; where one slot per layer does not fit beside it, it shrinks first. Raises OutOfBudget with every number if one slot per layer, or the
+    wanted number, does not fit.
+    """
+    limit = tightest(sources)
+    assert limit.nbytes is not None
+    room = limit.nbytes - sum(item.nbytes for item in items)
+    planner = _Slots(slot_nbytes, experts, working_slots)
+    if wanted_slots is None:
+        planner = planner.shrunk(room)
+    slots = planner.most(room) if wanted_slots is None else planner.uniform(wanted_slots)
+    ledger = Ledger(
+        tuple(sources),
+        (*items, *planner.items(slots, wanted_slots)),
+        slots,
+        planner.working(slots),
+        planner.all_resident(slots),
+    )
+    if ledger.total_bytes > limit.nbytes:
+        raise OutOfBudget(_refusal(ledger, limit))
+    return ledger
+
+
+class _Slots:
+    """Arithmetic of slots: how much memory a number of slots per layer takes."""
+
+    def __init__(self, slot_nbytes: Mapping[int, int], experts: Mapping[int, int], working_slots: int) -> None:
+        self._slot_nbytes = slot_nbytes
+        self._experts = experts
+        self._working_slots = working_slots
+
+    def shrunk(self, room: int) -> _Slots:
+        """With a smaller working set, at least 1, if one slot per layer would not fit otherwise."""
+        count = self._working_slots
+        while count > 1 and _Slots(self._slot_nbytes, self._experts, count).total(self.uniform(1)) > room:
+            count -= 1
+        return _Slots(self._slot_nbytes, self._experts, count)
+
+    def uniform(self, count: int) -> dict[int, int]:
+        """The same number for each layer, cut to its experts."""
+        return {layer: min(count, experts) for layer, experts in self._experts.items()}
+
+    def all_resident(self, slots: Mapping[int, int]) -> bool:
+        return all(slots[layer] == experts for layer, experts in self._experts.items())
+
+    def working(self, slots: Mapping[int, int]) -> int:
+        return 0 if self.all_resident(slots) else self._working_slots
+
+    def layer_bytes(self, slots: Mapping[int, int]) -> int:
+        return sum(arena_bytes(count, self._slot_nbytes[layer]) for layer, count in slots.items())
+
+    def working_bytes(self, slots: Mapping[int, int]) -> int:
+        partial = [layer for layer, count in slots.items() if count < self._experts[layer]]
+        widest = max((self._slot_nbytes[layer] for layer in partial), default=0)
+        return arena_bytes(self._working_slots if partial else 0, widest)
+
+    def total(self, slots: Mapping[int, int]) -> int:
+        return self.layer_bytes(slots) + self.working_bytes(slots)
+
+    def most(self, room: int) -> dict[int, int]:
+        """The largest uniform number that fits `room` bytes, at least 1, then one more for single layers.
+
+        The working set vanishes only when all experts fit, so that case is tried first.
+        """
+        top = max(self._experts.values(), default=0)
+        if self.total(self.uniform(top)) <= room:
+            return self.uniform(top)
+        low, high = 1, max(top, 1)  # low fits or is the minimum; high does not fit
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.total(self.uniform(middle)) <= room:
+                low = middle
+            else:
+                high = middle
+        slots = self.uniform(low)
+        for layer, experts in self._experts.items():
+            more = {**slots, layer: slots[layer] + 1}
+            if slots[layer] < experts and self.total(more) <= room:
+                slots = more
+        return slots
+
+    def items(self, slots: Mapping[int, int], wanted: int | None) -> tuple[Item, Item]:
+        """The ledger lines of the expert slots and the working set."""
+        counts = sorted(set(slots.values()))
+        each = "0" if not counts else f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        flag = "" if wanted is None or max(counts, default=0) <= 1 else "--expert-slots"
+        return (
+            Item(f"expert slots ({each} in each of {len(slots)} layers)", self.layer_bytes(slots), flag),
+            Item(f"working set ({self.working(slots)} experts)", self.working_bytes(slots)),
+        )
+
+
+def _refusal(ledger: Ledger, limit: Source) -> str:
+    """One line: each item, the sum, the limit, the options that would help."""
+    parts = " + ".join(f"{item.name} {format_bytes(item.nbytes)}" for item in ledger.items if item.nbytes)
+    needed = -(-ledger.total_bytes // (1 << 20))
+    lower = [f"lower {item.flag} ({item.name})" for item in ledger.items if item.flag and item.nbytes]
+    if limit.name == "--ram":
+        remedy = [f"give --ram {needed}MiB or more", *lower]
+    else:
+        remedy = ["free memory or raise that limit", *lower]
+    return (
+        f"needs {format_bytes(ledger.total_bytes)}: {parts}; allowed are {limit}: short of "
+        f"{format_bytes(ledger.total_bytes - (limit.nbytes or 0))}; {', or '.join(remedy)}"
+    )
+
+
+def _kib_fields(text: str) -> dict[str, int]:
+    """`Name:   123 kB` lines as bytes; other lines are left out."""
+    fields: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdecimal():
+            fields[name] = int(words[0]) * 1024
+    return fields
+
+
+def _host_source(held: int, proc: Path) -> Source:
+    """MemAvailable of `/proc/meminfo`, with the share that is left to file pages taken off."""
+    path = proc / "meminfo"
+    try:
+        available = _kib_fields(path.read_text()).get("MemAvailable")
+    except OSError as error:
+        return Source("host", None, f"{path}: {error.strerror}", unknown=True)
+    if available is None:
+        return Source("host", None, f"{path} has no MemAvailable", unknown=True)
+    detail = f"{HOST_SHARE:.0%} of {format_bytes(available)} available"
+    return Source("host", int(available * HOST_SHARE) + held, f"{detail}, and what the process holds")
+
+
+def _cgroup_source(held: int, proc: Path, mount: Path) -> Source:
+    """The tightest limit among the process's control group and those above it, version 1 or 2."""
+    path = proc / "self" / "cgroup"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        return Source("cgroup", None, f"{path}: {error.strerror}", unknown=True)
+    room: list[tuple[int, str]] = []
+    unreadable: list[str] = []
+    for version, folder, group in _memory_groups(lines, mount):
+        for level in _levels(folder, group):
+            try:
+                found = _group_room(version, level)
+            except (OSError, ValueError) as error:
+                unreadable.append(f"{level}: {error}")
+                continue
+            if found is not None:
+                room.append(found)
+    if room:
+        free, detail = min(room)
+        return Source("cgroup", max(0, int(free * HOST_SHARE)) + held, f"{detail}, and what the process holds")
+    if unreadable:
+        return Source("cgroup", None, unreadable[0], unknown=True)
+    return Source("cgroup", None, "no memory limit is set")
+
+
+def _memory_groups(lines: Sequence[str], mount: Path) -> list[tuple[int, Path, str]]:
+    """(version, folder of the hierarchy, path in it) of the lines of `/proc/self/cgroup` that can limit memory."""
+    groups: list[tuple[int, Path, str]] = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            unified = mount / "unified"
+            groups.append((2, unified if unified.is_dir() else mount, group))
+        elif "memory" in controllers.split(","):
+            groups.append((1, mount / "memory", group))
+    return groups
+
+
+def _levels(folder: Path, group: str) -> list[Path]:
+    """The group's folder and those above it up to the mount, where they exist.
+
+    In a container the path can be the host's: then only its mount, which is the container's own group, is there.
+    """
+    parts = [part for part in group.split("/") if part not in ("", "..", ".")]
+    levels = [folder.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+    return [level for level in levels if level.is_dir()]
+
+
+def _group_room(version: int, level: Path) -> tuple[int, str] | None:
+    """(bytes still free, words) of one group; None if it sets no limit. File pages in its usage can be dropped, so
+    they count as free. Raises OSError or ValueError for a limit that cannot be read."""
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    limit_file, usage_file = (level / name for name in names)
+    if not limit_file.exists():
+        return None  # the root of version 2, or a group without the memory controller
+    text = limit_file.read_text().strip()
+    if text == "max":
+        return None
+    limit = int(text)
+    if limit >= _NO_LIMIT:
+        return None
+    usage = int(usage_file.read_text())
+    pages = min(usage, _file_pages(level, version))
+    words = f"{limit_file}: {HOST_SHARE:.0%} of {format_bytes(limit)} less {format_bytes(usage - pages)} used"
+    return limit - (usage - pages), words
+
+
+def _file_pages(level: Path, version: int) -> int:
+    """Bytes of file pages in a group's usage; 0 if it does not tell (its usage then counts in full)."""
+    try:
+        lines = (level / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    prefix = "total_" if version == 1 else ""
+    stats = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
+    return sum(int(stats.get(prefix + name, 0)) for name in ("active_file", "inactive_file"))

@@ -1,0 +1,513 @@
+"""The expert store: experts of every layer in slots, read from disk when they are asked for.
+
+Ties reader, residency, policies and arenas together and is the only user of all four. Must not know programs, devices
+other than host memory, or what an expert computes.
+
+A lease's experts are usable from the moment they are yielded until its generator is advanced or the lease ends. Where
+a request needs more slots than there are, later experts take the slots of earlier ones, so any number of slots from 1
+serves any request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picaflor.backends.api import I32, ExpertLayout
+from picaflor.errors import ReadFailed
+from picaflor.store.arena import Arena
+from picaflor.store.counters import LayerCounters, StoreCounters
+from picaflor.store.policy.base import Policy, PolicyFactory
+from picaflor.store.policy.lru import LruPolicy
+from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
+from picaflor.store.residency import Residency
+from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
+
+READ_THREADS = 8
+WORKING_SLOTS = 8
+PRELOAD_AHEAD = 32
+_SHARED = "working set"
+_TICK_S = 0.2  # an interrupt from the keyboard is seen this often while waiting for the disk
+_RETRY_S = 0.02
+
+Addresses = NDArray[np.uint64]
+Progress = Callable[[int, int], None]
+
+
+class _Load:
+    """A read on its way: its ticket, the copy that it fills and the leases that wait for it."""
+
+    __slots__ = ("copy", "error", "leases", "preload", "ticket")
+
+    def __init__(self, copy: Copy, *, preload: bool) -> None:
+        self.copy = copy
+        self.preload = preload
+        self.ticket = -1
+        self.leases: list[Lease] = []
+        self.error: ReadFailed | None = None
+
+
+class PinnedLease:
+    """A request to a layer whose experts are all resident for good: one batch, nothing to give back."""
+
+    __slots__ = ("_addresses", "_experts")
+
+    def __init__(self, experts: I32, addresses: Addresses) -> None:
+        self._experts = experts
+        self._addresses = addresses
+
+    def __enter__(self) -> PinnedLease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def batches(self) -> Iterator[tuple[I32, Addresses]]:
+        """All experts at once."""
+        return iter(((self._experts, self._addresses),) if len(self._experts) else ())
+
+
+class Lease:
+    """A request to a layer of which some experts may have to be read."""
+
+    __slots__ = ("_store", "arrived", "error", "held", "layer", "loads", "missing", "thread", "wanted")
+
+    def __init__(self, store: ExpertStore, layer: int, experts: I32) -> None:
+        self._store = store
+        self.layer = layer
+        self.wanted = [ExpertKey(layer, expert) for expert in experts.tolist()]
+        self.missing: list[ExpertKey] = []  # no read was started; the next one is the last
+        self.loads: set[_Load] = set()  # reads that this lease waits for
+        self.arrived: list[Copy] = []  # acquired, not yielded
+        self.held: list[Copy] = []  # acquired and yielded
+        self.error: ReadFailed | None = None
+        self.thread = threading.get_ident()
+
+    def __enter__(self) -> Lease:
+        self._store._begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store._end(self)
+
+    def batches(self) -> Iterator[tuple[I32, Addresses]]:
+        """First what is resident, then all that has arrived, as reads succeed. A batch is valid until the next one is
+        asked for or the lease ends. Raises ReadFailed."""
+        while copies := self._store._next(self):
+            experts = np.array([copy.key.expert for copy in copies], dtype=np.int32)
+            yield experts, np.array([self._store._address(copy) for copy in copies], dtype=np.uint64)
+
+
+class ExpertStore:
+    """Gives programs their experts (`backends.api.ExpertProvider`).
+
+    `slots`: how many experts of each layer stay in memory, one number for all layers or one per layer; at least 1, cut
+    to the layer's number of experts. `working_slots` more are shared by all layers that do not fit completely; reads
+    land there when the policy has no victim to give. A layer with a slot for every expert is pinned once all of them
+    were read. Safe for several threads; a thread must not open a second lease while it holds slots that it needs.
+    Raises OutOfBudget if the system gives no memory.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        *,
+        slots: int | Mapping[int, int],
+        working_slots: int = WORKING_SLOTS,
+        read_threads: int = READ_THREADS,
+        policy: PolicyFactory = LruPolicy,
+        pool: Pool | None = None,
+    ) -> None:
+        self.files = files
+        self.slots = {layer: _layer_slots(files, layer, slots) for layer in files.layers}
+        self.counters = StoreCounters({layer: LayerCounters() for layer in files.layers})
+        partial = [layer for layer in files.layers if self.slots[layer] < files.count(layer)]
+        widest = max((files.slot_nbytes(layer) for layer in partial), default=0)
+        self.working_slots = working_slots if partial else 0
+        self._layer_pool = {layer: f"layer {layer}" for layer in files.layers}
+        self._arenas = {
+            self._layer_pool[layer]: Arena(self.slots[layer], files.slot_nbytes(layer)) for layer in files.layers
+        }
+        self._arenas[_SHARED] = Arena(self.working_slots, widest)
+        self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
+        self._policies: dict[int, Policy] = {layer: policy(self.slots[layer]) for layer in files.layers}
+        self._shared_order: dict[ExpertKey, None] = {}  # copies in the working set, oldest first
+        self._reader = Reader(files, native_pool(read_threads) if pool is None else pool)
+        self._pinned: dict[int, Addresses | None] = dict.fromkeys(files.layers)
+        self._ready_count = dict.fromkeys(files.layers, 0)  # READY or IN_USE in the layer's own slots
+        self._loads: dict[int, _Load] = {}
+        self._loading: dict[ExpertKey, _Load] = {}
+        self._leases: set[Lease] = set()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._finalizer = weakref.finalize(self, _shut_down, self._reader, tuple(self._arenas.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all slots, as granted by the system."""
+        return sum(arena.nbytes for arena in self._arenas.values())
+
+    def layouts(self, layer: int) -> list[ExpertLayout]:
+        """The layout of each expert of a layer in its slot, by id."""
+        return self.files.layouts(layer)
+
+    def resident(self, layer: int) -> list[int]:
+        """Ids of the layer's experts that could be used without a read, ascending."""
+        with self._changed:
+            keys = (ExpertKey(layer, expert) for expert in range(self.files.count(layer)))
+            copies = (self._residency.find(key, RAM, DISK_LAYOUT) for key in keys)
+            return [c.key.expert for c in copies if c is not None and c.state in (State.READY, State.IN_USE)]
+
+    def acquire(self, layer: int, experts: I32) -> PinnedLease | Lease:
+        """A lease of distinct experts; enter it to start the reads of those that are missing.
+
+        Raises IndexError for an id that the layer does not have, ValueError for one that is given twice.
+        """
+        table = self._pinned[layer]
+        if table is not None:
+            addresses = table[experts.astype(np.uint32)]  # unsigned: a negative id must not count from the end
+            counters = self.counters.layers[layer]
+            counters.requests += 1
+            counters.pinned += len(experts)
+            return PinnedLease(experts, addresses)
+        return Lease(self, layer, experts)
+
+    def preload(self, progress: Progress | None = None) -> int:
+        """Read all experts of the layers that fit completely, in file order. Returns the bytes read.
+
+        `progress(done, total)` is told bytes as reads succeed. Raises ReadFailed.
+        """
+        started = time.perf_counter()
+        layers = [layer for layer in self.files.layers if self.slots[layer] == self.files.count(layer)]
+        keys = [ExpertKey(layer, expert) for layer in layers for expert in range(self.files.count(layer))]
+        keys = [key for key in keys if self._residency.find(key, RAM, DISK_LAYOUT) is None]
+        keys.sort(key=self.files.place, reverse=True)
+        total = sum(self.files.reads(key).read_nbytes for key in keys)
+        done = 0
+        loads: list[_Load] = []
+        try:
+            while keys or loads:
+                with self._changed:
+                    self._check_open()
+                    ahead = [keys.pop() for _ in range(min(len(keys), PRELOAD_AHEAD - len(loads)))]
+                    new = (key for key in ahead if self._residency.find(key, RAM, DISK_LAYOUT) is None)
+                    loads += self._start([copy for key in new if (copy := self._place(key))], preload=True)
+                self._wait([load.ticket for load in loads if load.ticket in self._loads], _TICK_S)
+                for load in [load for load in loads if load.ticket not in self._loads]:
+                    if load.error is not None:
+                        raise load.error
+                    loads.remove(load)
+                    done += self.files.reads(load.copy.key).read_nbytes
+                    if progress is not None:
+                        progress(done, total)
+        finally:
+            with self._changed:
+                for load in loads:
+                    self._cancel(load)
+            self.counters.preload_bytes += done
+            self.counters.preload_s += time.perf_counter() - started
+        return done
+
+    def close(self) -> None:
+        """End all reads and give the memory back (with the last lease, if one is open). Later requests raise
+        ReadFailed."""
+        with self._changed:
+            self._closed = True
+            self._pinned = dict.fromkeys(self.files.layers)
+            self._changed.notify_all()
+            if self._leases:
+                self._reader.close()
+            else:
+                self._finalizer()
+
+    def __enter__(self) -> ExpertStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # What leases call.
+
+    def _address(self, copy: Copy) -> int:
+        return self._arenas[copy.pool].address(copy.slot)
+
+    def _begin(self, lease: Lease) -> None:
+        """Acquire what is resident, join reads that run, start the others as far as slots allow."""
+        count = self.files.count(lease.layer)
+        bad = [key.expert for key in lease.wanted if not 0 <= key.expert < count]
+        if bad:
+            raise IndexError(f"layer {lease.layer} has experts 0 to {count - 1}, not {bad[0]}")
+        if len(set(lease.wanted)) != len(lease.wanted):
+            raise ValueError(f"experts of one request must be distinct: {[key.expert for key in lease.wanted]}")
+        with self._changed:
+            self._check_open()
+            if self._loads:
+                self._apply(self._reader.wait(list(self._loads), 0))
+            self.counters.layers[lease.layer].requests += 1
+            self._leases.add(lease)
+            lease.missing = [key for key in lease.wanted if not self._claim(lease, key)]
+            lease.missing.sort(key=self.files.place, reverse=True)
+            try:
+                self._fill(lease)
+            except BaseException:
+                self._give_back(lease)
+                raise
+
+    def _next(self, lease: Lease) -> list[Copy]:
+        """Wait for the next copies to yield; none when all were yielded. Raises ReadFailed."""
+        waited_from: float | None = None
+        while True:
+            with self._changed:
+                self._check_open()
+                if lease.missing:
+                    self._release(lease.held)
+                    self._fill(lease)
+                if lease.error is not None:
+                    raise lease.error
+                if lease.arrived or not (lease.loads or lease.missing):
+                    batch, lease.arrived = lease.arrived, []
+                    lease.held += batch
+                    self._policies[lease.layer].used([copy.key.expert for copy in batch])
+                    if waited_from is not None:
+                        self.counters.layers[lease.layer].wait_s += time.perf_counter() - waited_from
+                    return batch
+                waited_from = waited_from or time.perf_counter()
+                tickets = [load.ticket for load in lease.loads]
+                seconds = _TICK_S
+                if not tickets:  # all slots are held by others
+                    tickets, seconds = list(self._loads), _RETRY_S
+                if not tickets:
+                    self._refuse_deadlock(lease)
+                    self._changed.wait(_TICK_S)
+                    continue
+            self._wait(tickets, seconds)
+
+    def _end(self, lease: Lease) -> None:
+        """Give back all that a lease holds; reads that nobody else waits for and that have not begun are cancelled."""
+        with self._changed:
+            self._give_back(lease)
+
+    # The rest is called with the lock held, but for `_wait`.
+
+    def _give_back(self, lease: Lease) -> None:
+        lease.missing.clear()
+        self._release(lease.held)
+        self._release(lease.arrived)
+        for load in lease.loads:
+            load.leases.remove(lease)
+            if not load.leases and not load.preload:
+                self._cancel(load)
+        lease.loads.clear()
+        self._leases.discard(lease)
+        if self._closed and not self._leases:
+            self._finalizer()
+
+    def _release(self, copies: list[Copy]) -> None:
+        if copies:
+            for copy in copies:
+                self._residency.release(copy)
+            copies.clear()
+            self._changed.notify_all()
+
+    def _claim(self, lease: Lease, key: ExpertKey) -> bool:
+        """Acquire a copy that is usable, or join its read. False if there is no copy."""
+        copy = self._residency.find(key, RAM, DISK_LAYOUT)
+        if copy is None:
+            return False
+        counters = self.counters.layers[key.layer]
+        if copy.state is State.LOADING:
+            load = self._loading[key]
+            load.leases.append(lease)
+            lease.loads.add(load)
+            counters.joined += 1
+            if load.preload:
+                self._reader.promote(load.ticket)
+        else:
+            self._residency.acquire(copy)
+            lease.arrived.append(copy)
+            counters.lru += 1
+            if copy.pool == _SHARED:
+                del self._shared_order[key]
+                self._shared_order[key] = None
+        return True
+
+    def _fill(self, lease: Lease) -> None:
+        """Start reads of missing experts until no slot can be had. Raises ReadFailed, none of them started then."""
+        copies: list[Copy] = []
+        while lease.missing:
+            key = lease.missing[-1]
+            if not self._claim(lease, key):  # another lease may have got it meanwhile
+                copy = self._place(key)
+                if copy is None:
+                    break
+                copies.append(copy)
+            lease.missing.pop()
+        for load in self._start(copies, preload=False):
+            load.leases.append(lease)
+            lease.loads.add(load)
+        self.counters.layers[lease.layer].loaded += len(copies)
+
+    def _place(self, key: ExpertKey) -> Copy | None:
+        """A new copy, LOADING, in a slot of its layer or of the working set; None if no slot can be had."""
+        residency = self._residency
+        pool = self._layer_pool[key.layer]
+        if residency.free_slots(pool) == 0:
+            victim = self._policies[key.layer].victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)))
+            if victim is not None:
+                self._evict(ExpertKey(key.layer, victim))
+            else:
+                pool = _SHARED
+                if residency.free_slots(pool) == 0:
+                    oldest = next((other for other in self._shared_order if self._evictable(other)), None)
+                    if oldest is None:
+                        return None
+                    self._evict(oldest)
+        copy = residency.load(key, RAM, DISK_LAYOUT, pool)
+        if pool == _SHARED:
+            self._shared_order[key] = None
+        else:
+            self._policies[key.layer].admitted(key.expert)
+        return copy
+
+    def _evictable(self, key: ExpertKey) -> bool:
+        copy = self._residency.find(key, RAM, DISK_LAYOUT)
+        return copy is not None and copy.state is State.READY
+
+    def _evict(self, key: ExpertKey) -> None:
+        copy = self._residency.find(key, RAM, DISK_LAYOUT)
+        assert copy is not None
+        self._residency.evict(copy)
+        self._residency.freed(copy)  # host memory: nobody reads it any more
+        self._forget(copy)
+        self.counters.layers[key.layer].evicted += 1
+        if copy.pool != _SHARED:
+            self._ready_count[key.layer] -= 1
+
+    def _forget(self, copy: Copy) -> None:
+        """Tell those who order copies that one is gone."""
+        if copy.pool == _SHARED:
+            del self._shared_order[copy.key]
+        else:
+            self._policies[copy.key.layer].removed(copy.key.expert)
+
+    def _start(self, copies: Sequence[Copy], *, preload: bool) -> list[_Load]:
+        """Start the reads of new copies, all or none. Raises ReadFailed."""
+        if not copies:
+            return []
+        try:
+            wanted = [(copy.key, self._address(copy)) for copy in copies]
+            tickets = self._reader.submit(wanted, demand=not preload)
+        except BaseException:
+            for copy in copies:
+                self._drop(copy)
+            raise
+        loads = [_Load(copy, preload=preload) for copy in copies]
+        for load, ticket in zip(loads, tickets, strict=True):
+            load.ticket = ticket
+            self._loads[ticket] = load
+            self._loading[load.copy.key] = load
+        return loads
+
+    def _drop(self, copy: Copy) -> None:
+        """The read of a copy failed or never began: free its slot."""
+        self._residency.failed(copy.key, copy.tier, copy.layout, copy.generation)
+        self._forget(copy)
+
+    def _cancel(self, load: _Load) -> None:
+        """Take a read back if it has not begun; otherwise it ends by itself and its copy may be of use later."""
+        if load.ticket in self._loads and self._reader.cancel(load.ticket):
+            del self._loads[load.ticket]
+            del self._loading[load.copy.key]
+            self._drop(load.copy)
+            self._changed.notify_all()
+
+    def _wait(self, tickets: Sequence[int], seconds: float) -> None:
+        """Wait for the first of these reads, without the lock, and take in what finished."""
+        if tickets:
+            outcomes = self._reader.wait(tickets, seconds)
+            with self._changed:
+                self._apply(outcomes)
+
+    def _apply(self, outcomes: Sequence[ReadOutcome]) -> None:
+        """Take in finished reads. Those that another thread took in already are skipped."""
+        for outcome in outcomes if not self._closed else ():
+            load = self._loads.pop(outcome.ticket, None)
+            if load is None:
+                continue
+            copy = load.copy
+            del self._loading[copy.key]
+            finished = self._reader.finish(outcome)
+            counters = self.counters.layers[copy.key.layer]
+            if not load.preload:
+                counters.reads += 1
+                counters.read_bytes += finished.nbytes
+                counters.service_s += finished.seconds
+            if finished.error is not None:
+                counters.failed += 1
+                load.error = finished.error
+                self._drop(copy)
+            else:
+                self._residency.loaded(copy.key, copy.tier, copy.layout, copy.generation)
+            for lease in load.leases:
+                lease.loads.discard(load)
+                if load.error is not None:
+                    lease.error = load.error
+                else:
+                    self._residency.acquire(copy)
+                    lease.arrived.append(copy)
+            if load.error is None and copy.pool != _SHARED:
+                self._count_ready(copy.key.layer)
+        self._changed.notify_all()
+
+    def _count_ready(self, layer: int) -> None:
+        """One more expert is usable in the layer's slots; when all are, the layer is pinned."""
+        self._ready_count[layer] += 1
+        if self._ready_count[layer] == self.files.count(layer):
+            copies = [
+                self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
+                for expert in range(self.files.count(layer))
+            ]
+            for copy in copies:
+                assert copy is not None
+                self._residency.acquire(copy)  # the store itself is a user, for good
+            self._pinned[layer] = np.array([self._address(copy) for copy in copies if copy], dtype=np.uint64)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReadFailed("the expert store was closed")
+
+    def _refuse_deadlock(self, lease: Lease) -> None:
+        """A thread that waits for slots that only it can free would wait for ever. Raises RuntimeError."""
+        holders = [other for other in self._leases if other is not lease and (other.held or other.arrived)]
+        if all(other.thread == lease.thread for other in holders):
+            raise RuntimeError(
+                f"no slot for an expert of layer {lease.layer}: the same thread holds {len(holders)} other leases, and "
+                f"the policy gives no victim for {self.working_slots} working slots"
+            )
+
+
+def _layer_slots(files: ExpertFiles, layer: int, slots: int | Mapping[int, int]) -> int:
+    """Slots of one layer. Raises ValueError below 1."""
+    wanted = slots if isinstance(slots, int) else slots[layer]
+    if wanted < 1:
+        raise ValueError(f"layer {layer} needs 1 expert slot or more, not {wanted}")
+    return min(wanted, files.count(layer))
+
+
+def _shut_down(reader: Reader, arenas: Sequence[Arena]) -> None:
+    """End the reads, then free the slots that they wrote to."""
+    reader.close()
+    for arena in arenas:
+        arena.close()
