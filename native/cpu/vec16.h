@@ -266,6 +266,8 @@ PICAFLOR_INLINE float fma1(float a, float b, float c) { return std::fma(a, b, c)
 
 #endif
 
+PICAFLOR_INLINE V16 neg(V16 a) { return mul(a, set16(-1.0f)); }
+
 // sum of a[i] * b[i]; lanes behind the end are left as they are, so that a lane of -0 stays -0.
 PICAFLOR_INLINE float chain16(const float* a, const float* b, int64_t n) {
   V16 acc = zero16();

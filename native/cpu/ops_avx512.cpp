@@ -1,0 +1,9 @@
+// The float operations compiled for avx512; the flags of this file are set in CMakeLists.txt.
+// Must not know more than that.
+#include "cpu/ops_impl.h"
+
+namespace picaflor {
+
+const OpsTable* avx512_ops() { return &kOps; }
+
+}  // namespace picaflor

@@ -1,0 +1,176 @@
+// Recorded programs: steps over the rows of a batch, and the memory that they share.
+// Must not know families, files or Python.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/ops.h"
+#include "cpu/pool.h"
+#include "cpu/program_memory.h"
+
+namespace picaflor {
+
+// What thread 0 spent its time on; the order of backends.api.Program.seconds without `experts`.
+enum class TimeClass : int32_t { attention = 0, matmul = 1, router = 2, head = 3, other = 4 };
+constexpr int kTimeClasses = 5;
+
+// Columns start .. start+width of a buffer.
+struct View {
+  int32_t storage = 0;
+  int64_t start = 0;
+  int64_t width = 0;
+};
+
+// A view with its address: row r begins at data + r * stride.
+template <typename T>
+struct RowsOf {
+  T* data = nullptr;
+  int64_t stride = 0;
+  int64_t width = 0;
+
+  T* at(int64_t row) const { return data + row * stride; }
+};
+
+// The rows to compute. Copied in by Arena::set_batch, which checks every index.
+struct Batch {
+  std::vector<int32_t> tokens, sequences, positions, pages, outputs;
+  int64_t pages_per_sequence = 0;
+
+  int64_t rows() const { return static_cast<int64_t>(tokens.size()); }
+};
+
+// cos and sin of position * theta^(-2j/dims), [positions][dims/2]; filled as far as batches have needed.
+class RopeTable {
+ public:
+  RopeTable(int64_t dims, double theta, int64_t positions);
+  void fill(int64_t positions);
+  const float* cos(int64_t position) const { return cos_.as<float>() + position * half_; }
+  const float* sin(int64_t position) const { return sin_.as<float>() + position * half_; }
+
+ private:
+  int64_t half_;
+  int64_t filled_ = 0;
+  std::vector<long double> frequencies_;
+  Mapping cos_, sin_;
+};
+
+struct ArenaSpec {
+  int64_t max_rows = 0;
+  int64_t max_outputs = 0;
+  int64_t page_tokens = 0;
+  int64_t pages = 0;
+};
+
+// Buffers, KV planes, prepared activations and scratch of all programs of one model.
+class Arena {
+ public:
+  Arena(std::shared_ptr<Pool> pool, const KernelTable* kernels, const OpsTable* ops, const ArenaSpec& spec);
+
+  int32_t add_storage(int64_t width);
+  int32_t add_plane(int64_t width);
+  const RopeTable* rope(int64_t dims, double theta);
+  std::byte* prepared(const View& view, const XSpec& spec, bool outputs);  // rows x_stride(spec) apart
+  void reserve_scratch(int64_t floats);                                    // per thread
+  void reserve_scores();                                                   // kScoreRows x capacity
+
+  RowsOf<float> f32(const View& view) const;
+  RowsOf<int32_t> i32(const View& view) const;
+  int64_t plane_width(int32_t plane) const { return planes_[static_cast<size_t>(plane)].width; }
+  Cached plane(int32_t plane, int64_t width) const;
+  float* plane_data(int32_t plane) const { return planes_[static_cast<size_t>(plane)].memory.as<float>(); }
+  float* scratch(int thread) const;
+  float* scores(int64_t row) const { return scores_->as<float>() + row * capacity(); }
+  int64_t capacity() const { return spec.pages * spec.page_tokens; }
+  int64_t touched_bytes() const;  // of the KV planes
+
+  // Throws std::invalid_argument naming what does not fit.
+  void set_batch(const int32_t* tokens, const int32_t* sequences, const int32_t* positions, int64_t rows,
+                 const int32_t* pages, int64_t sequence_count, int64_t pages_per_sequence, const int32_t* outputs,
+                 int64_t output_count);
+  PageTable table(int64_t row) const;
+
+  const ArenaSpec spec;
+  const std::shared_ptr<Pool> pool;
+  const int threads;
+  const KernelTable* const kernels;
+  const OpsTable* const ops;
+  int32_t page_shift = 0;
+  Batch batch;
+
+ private:
+  struct Buffer {
+    int64_t width;
+    Mapping memory;
+  };
+  using PreparedKey = std::tuple<int32_t, int64_t, int64_t, int32_t, int32_t, int32_t, bool, bool>;
+
+  void check_batch(const Batch& next, int64_t sequence_count) const;
+
+  std::vector<Buffer> storages_;
+  std::vector<Buffer> planes_;
+  std::map<PreparedKey, Mapping> prepared_;
+  std::map<std::pair<int64_t, double>, RopeTable> ropes_;
+  int64_t scratch_floats_ = 0;
+  std::unique_ptr<Mapping> scratch_;
+  std::unique_ptr<Mapping> scores_;
+  std::vector<uint8_t> touched_;
+};
+
+constexpr int64_t kScoreRows = 16;  // rows whose indexer scores are kept at a time
+
+struct Range {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// Rows of one thread in row-by-row steps; with fewer rows than threads the first threads get them.
+inline Range rows_of(int64_t rows, int thread, int threads) {
+  return {(rows * thread + threads - 1) / threads, (rows * (thread + 1) + threads - 1) / threads};
+}
+
+// One operation. `begin` runs on one thread before all threads call `run`.
+class Step {
+ public:
+  virtual ~Step() = default;
+  virtual void begin(Arena&) {}
+  virtual void run(Arena& arena, int thread) = 0;
+
+  TimeClass time = TimeClass::other;
+  bool barrier = false;  // wait for all threads before this step
+  bool outputs = false;  // acts on the packed output rows
+
+  int64_t rows(const Arena& arena) const {
+    return outputs ? static_cast<int64_t>(arena.batch.outputs.size()) : arena.batch.rows();
+  }
+  // The batch row of a row that this step sees.
+  int64_t batch_row(const Arena& arena, int64_t row) const {
+    return outputs ? arena.batch.outputs[static_cast<size_t>(row)] : row;
+  }
+  Range mine(const Arena& arena, int thread) const { return rows_of(rows(arena), thread, arena.threads); }
+};
+
+// Steps between two calls of experts; each segment is one Pool::run.
+class Program {
+ public:
+  Program(std::shared_ptr<Arena> arena, std::vector<std::vector<std::unique_ptr<Step>>> segments);
+
+  int64_t segments() const { return static_cast<int64_t>(segments_.size()); }
+  int64_t barriers() const;  // recorded ones, for tests and reports
+  void run_segment(int64_t segment);
+  std::array<double, kTimeClasses> take_seconds();
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+  std::vector<std::vector<std::unique_ptr<Step>>> segments_;
+  std::array<double, kTimeClasses> seconds_{};
+};
+
+}  // namespace picaflor

@@ -1,0 +1,30 @@
+// Anonymous private mappings.
+// Must not know operations or Python.
+#include "cpu/program_memory.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+namespace picaflor {
+
+Mapping::Mapping(int64_t nbytes) : nbytes_(nbytes + 64) {  // 64 bytes behind the end are readable
+  void* memory = mmap(nullptr, static_cast<size_t>(nbytes_), PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw std::bad_alloc();
+  }
+  data_ = static_cast<std::byte*>(memory);
+}
+
+Mapping::~Mapping() {
+  if (data_ != nullptr) {
+    munmap(data_, static_cast<size_t>(nbytes_));
+  }
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), nbytes_(std::exchange(other.nbytes_, 0)) {}
+
+}  // namespace picaflor

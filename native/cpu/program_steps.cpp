@@ -1,0 +1,119 @@
+// The steps of a program but attention.
+// Must not know families, files or Python.
+#include "cpu/program_steps.h"
+
+#include <algorithm>
+
+namespace picaflor {
+
+void EmbedStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const int64_t token = arena.batch.tokens[static_cast<size_t>(batch_row(arena, row))];
+    if (token < 0 || token >= table.rows) {
+      std::memset(out.at(row), 0, static_cast<size_t>(out.width) * sizeof(float));
+    } else {
+      arena.kernels->decode_row(table, token, out.at(row));
+    }
+  }
+}
+
+void NormStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  const int64_t part = x.width / heads;
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    if (bias != nullptr) {
+      arena.ops->layernorm(x.at(row), weight, bias, out.at(row), part, eps);
+      continue;
+    }
+    for (int64_t head = 0; head < heads; ++head) {
+      arena.ops->rmsnorm(x.at(row) + head * part, weight, out.at(row) + head * part, part, eps);
+    }
+  }
+}
+
+void PrepareStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  const int64_t stride = x_stride(spec);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    arena.kernels->prepare_x(spec, x.at(row), out + row * stride);
+  }
+}
+
+void MatmulStep::run(Arena& arena, int) {
+  const int64_t n = rows(arena);
+  if (n == 0) {
+    return;
+  }
+  for (;;) {
+    const int64_t begin = counter.fetch_add(chunk, std::memory_order_relaxed);
+    if (begin >= weight.rows) {
+      return;
+    }
+    const int64_t end = std::min(begin + chunk, weight.rows);
+    const int64_t coming = begin + arena.threads * chunk;  // what this thread most likely takes next
+    Ahead ahead;
+    if (coming < weight.rows) {
+      ahead = {&weight, coming, std::min(coming + chunk, weight.rows)};
+    } else if (next != nullptr) {
+      const int64_t first = std::min(coming - weight.rows, next->weight.rows);
+      ahead = {&next->weight, first, std::min(first + next->chunk, next->weight.rows)};
+    }
+    arena.kernels->matmul(weight, spec, x, n, out.data, out.stride, begin, end, ahead);
+  }
+}
+
+void RopeStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const int64_t position = arena.batch.positions[static_cast<size_t>(batch_row(arena, row))];
+    float* first = x.at(row) + start;
+    for (int64_t head = 0; head < heads; ++head) {
+      arena.ops->rope(first + head * head_width, table->cos(position), table->sin(position), dims, interleaved);
+    }
+  }
+}
+
+void AddStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    arena.ops->add(x.at(row), y.at(row), x.width);
+  }
+}
+
+void SiluMulStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    arena.ops->silu_mul(gate.at(row), up.at(row), out.at(row), out.width);
+  }
+}
+
+void KvWriteStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  float* base = arena.plane_data(plane);
+  const int64_t stride = arena.plane_width(plane);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const int64_t from = batch_row(arena, row);
+    const int64_t token = arena.table(from).token(arena.batch.positions[static_cast<size_t>(from)]);
+    std::memcpy(base + token * stride, x.at(row), static_cast<size_t>(x.width) * sizeof(float));
+  }
+}
+
+void RouterStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  float* scores = arena.scratch(thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    const auto score = softmax ? arena.ops->softmax_scores : arena.ops->sigmoid_scores;
+    score(logits.at(row), scores, choice.experts);
+    choose_experts(choice, scores, bias, scores + choice.experts, ids.at(row), weights.at(row));
+  }
+}
+
+void SelectOutputsStep::run(Arena& arena, int thread) {
+  const Range range = mine(arena, thread);
+  for (int64_t row = range.begin; row < range.end; ++row) {
+    std::memcpy(out.at(row), x.at(batch_row(arena, row)), static_cast<size_t>(x.width) * sizeof(float));
+  }
+}
+
+}  // namespace picaflor
