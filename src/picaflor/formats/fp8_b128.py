@@ -65,7 +65,8 @@ def decode(planes: Planes, rows: int, cols: int, group_size: int) -> F32:
     """`e4m3(byte) * s[row // 128, column // 128]`, `[rows, cols]`; NaN bytes stay NaN."""
     codes, scales = take_planes(NAME, PLANES, planes, rows, cols, group_size)
     with np.errstate(invalid="ignore", over="ignore"):
-        return _VALUES[codes] * _spread(scales, rows, cols)
+        values: F32 = _VALUES[codes] * _spread(scales, rows, cols)
+    return values
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:
