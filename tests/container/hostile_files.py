@@ -210,6 +210,11 @@ ENTRIES = [
         ('a.safetensors: overlapping data_offsets: "a" [0, 16) and "b" [8, 24)',),
     ),
     Case(
+        "overlap-of-one-byte",
+        one(shard({"a": entry("U8", [9], 0, 9), "b": entry("U8", [8], 8, 16)})),
+        ('overlapping data_offsets: "a" [0, 9) and "b" [8, 16)',),
+    ),
+    Case(
         "same-span",
         one(shard({"a": entry("U8", [9], 0, 16), "b": entry("U8", [4], 0, 16)})),
         ('overlapping data_offsets: "a" [0, 16) and "b" [0, 16)',),

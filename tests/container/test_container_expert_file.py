@@ -94,6 +94,20 @@ def test_small_gaps_are_read_over(gap: int, reads: int) -> None:
     check(plan, source, BYTES)
 
 
+def test_a_plane_inside_another_is_covered_once() -> None:
+    source = expert({"gate": (Span(0, 64, 200),), "up": (Span(0, 100, 20),), "down": (Span(0, 264, 8),)})
+    plan = plan_reads(source)
+    assert plan.runs == (ReadRun(0, 64, 208, 0),)
+    check(plan, source, BYTES)
+
+
+def test_the_farthest_end_counts() -> None:
+    source = expert({"gate": (Span(0, 64, 200),), "up": (Span(0, 80, 20),), "down": (Span(0, 100, 8),)})
+    plan = plan_reads(source)
+    assert plan.runs == (ReadRun(0, 64, 200, 0),)
+    check(plan, source, BYTES)
+
+
 def test_shards_are_never_merged() -> None:
     source = expert({"gate": (Span(0, 64, 96),), "up": (Span(1, 160, 96),), "down": (Span(0, 160, 96),)})
     plan = plan_reads(source)

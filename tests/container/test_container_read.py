@@ -17,7 +17,7 @@ from picaflor.container import files
 from picaflor.container.index import Container
 from picaflor.container.safetensors import ITEM_BYTES, parse_header
 from picaflor.container.types import Span
-from picaflor.errors import ReadFailed
+from picaflor.errors import BadContainer, ReadFailed
 
 
 def test_entries_are_absolute_and_in_file_order() -> None:
@@ -140,6 +140,12 @@ def test_missing_shards_of_an_index_can_be_listed(tmp_path: Path) -> None:
         assert list(container.tensors) == ["w"]
 
 
+def test_an_index_that_is_wrong_is_refused_even_when_shards_may_be_missing(tmp_path: Path) -> None:
+    index({"w": "b.safetensors", "v": "a.safetensors"}, {"a.safetensors": GOOD})(tmp_path)
+    with pytest.raises(BadContainer, match=r'stale index: tensor "w" should be in b\.safetensors, but it is in a\.'):
+        Container.open(tmp_path, allow_missing=True)
+
+
 def test_stamps_are_merged_and_rules_kept_raw(tmp_path: Path) -> None:
     stamps('{"w": "int8-row", "elsewhere": "new-name"}', '{"w": "int8-row"}', '{"w": "int8-row", "w": "int8-row"}')(
         tmp_path
@@ -204,6 +210,15 @@ def test_bounded_handles(tmp_path: Path) -> None:
     assert container._files.open_count == 0
     with pytest.raises(ReadFailed, match=r"000\.safetensors: the container was closed"):
         container.read(container.require("t0"))
+
+
+def test_the_least_recently_used_file_is_closed(tmp_path: Path) -> None:
+    _numbered(tmp_path, 3)
+    opened = files.FileSet([tmp_path / f"00{n}.safetensors" for n in range(3)], limit=2)
+    for number in (0, 1, 0, 2):
+        opened.stamp(number)
+    assert sorted(opened._open) == [0, 2]
+    opened.close()
 
 
 def test_one_handle_and_many_threads(tmp_path: Path) -> None:

@@ -176,6 +176,13 @@ def test_layout(tmp_path: Path) -> None:
         )
 
 
+def test_a_shard_may_be_exactly_full(tmp_path: Path) -> None:
+    writer = ContainerWriter(tmp_path, max_shard_bytes=128)
+    for name in "abc":
+        writer.add(name, "U8", [64], np.zeros(64, np.uint8))
+    assert len(writer.write()) == 2
+
+
 def test_only_one_group_is_made_at_a_time(tmp_path: Path) -> None:
     order: list[str] = []
 
@@ -269,11 +276,12 @@ def _fail(error: BaseException) -> Callable[[], NDArray[Any]]:
             BadContainer,
             'tensor "bad": declared U8 [4] = 4 bytes, its producer returned uint8 [5]',
         ),
+        (np.zeros(3, np.uint8), BadContainer, "its producer returned uint8 [3] = 3 bytes"),
         (np.zeros(1, np.float32), BadContainer, "its producer returned float32 [1] = 4 bytes"),
         (_fail(OSError(errno.ENOSPC, "No space left on device")), WriteFailed, "writing failed after"),
         (_fail(KeyboardInterrupt()), KeyboardInterrupt, ""),
     ],
-    ids=["size", "dtype", "disk-full", "interrupt"],
+    ids=["long", "short", "dtype", "disk-full", "interrupt"],
 )
 def test_failure_leaves_nothing(tmp_path: Path, existed: bool, last: Any, error: Any, part: str) -> None:
     folder = tmp_path / "out"
