@@ -12,24 +12,25 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from picaflor import formats
 from picaflor.container.index import Container
 from picaflor.container.strict_json import show_path
 from picaflor.container.writer import DEFAULT_SHARD_BYTES, ContainerWriter
 from picaflor.convert.plan import Plan, PlannedMatrix, make_plan, rules_json
 from picaflor.convert.policy import Policy
 from picaflor.convert.quality import Quality
-from picaflor.convert.source import SourceModel, refuse_unknown
+from picaflor.convert.source import SourceModel
 from picaflor.convert.stored import encode_blocks
 from picaflor.errors import BadContainer, UsageError, WriteFailed
-from picaflor.models.base import Model, build_model, missing
+from picaflor.models.base import Model
 from picaflor.models.config import Notices
 from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
+from picaflor.models.loading import ModelIndex, open_model
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 STATE = "convert-state.json"
@@ -112,10 +113,9 @@ def convert(
         warn(text)
 
     with Container.open(source) as container:
-        values = container.config()
         notices = Notices(strict=options.strict, warn=note)
-        model = build_model(values, container, where=show_path(source / "config.json"), notices=notices)
-        job = _Job(container, values, model, options, note)
+        model, index = open_model(container, group_size=options.source_group_size, notices=notices)
+        job = _Job(container, model, index, options)
         free = shutil.disk_usage(_existing_parent(out)).free
         quality = None
         if not dry_run:
@@ -130,7 +130,7 @@ def convert(
             plan=job.plan,
             source_bytes=sum(info.nbytes for info in container.tensors.values()),
             free_bytes=free,
-            skipped=job.skipped,
+            skipped=index.unused,
             written=not dry_run,
             quality=quality,
             warnings=tuple(warnings),
@@ -140,25 +140,12 @@ def convert(
 class _Job:
     """One conversion after its source was opened: the plan, and the writing of it."""
 
-    def __init__(
-        self,
-        container: Container,
-        values: dict[str, Any],
-        model: Model,
-        options: ConvertOptions,
-        note: Callable[[str], None],
-    ) -> None:
-        self._container, self._values, self._model, self._options = container, values, model, options
-        absent = missing(model.parts(), lambda name: name in container)
-        if absent:
-            container.require(absent[0])
-        self._source = SourceModel(container, group_size=options.source_group_size, warn=note)
-        used = self._source.used(model)
-        tied = [spec.name for spec in model.matrices() if spec.kind == "head" and spec.name not in container]
+    def __init__(self, container: Container, model: Model, index: ModelIndex, options: ConvertOptions) -> None:
+        self._container, self._model, self._options = container, model, options
+        self._source = SourceModel(container, index)
+        head, table = index.matrices["lm_head.weight"], index.matrices["model.embed_tokens.weight"]
+        tied = ["lm_head.weight"] if head.spans == table.spans else []
         self.plan = make_plan(model, options.policy, draft=options.draft, skip=tied)
-        self.skipped = refuse_unknown(container, model, used)
-        for planned in self.plan.matrices():
-            self._source.matrix(planned.spec)
 
     def write(self, out: Path, quality: Quality, free: int, progress: Progress | None) -> None:
         """Write everything beside `out`, check it, and give it its name."""
@@ -173,7 +160,11 @@ class _Job:
             metadata={"format": "pt"},
             rules_json=rules_json(self.plan),
         )
-        self.plan.declare(writer, matrix=lambda planned: self._encode(planned, quality), vector=self._source.vector)
+        self.plan.declare(
+            writer,
+            matrix=lambda planned: self._encode(planned, quality),
+            vector=lambda spec: self._source.vector(spec.name),
+        )
         writer.write(resume=True, progress=None if progress is None else _named(progress))
         self._write_side_files(work)
         check_formats(work, self.plan)
@@ -212,20 +203,19 @@ class _Job:
     def _encode(self, planned: PlannedMatrix, quality: Quality) -> tuple[NDArray[Any], ...]:
         """One matrix's planes: copied where the source has the very format, else decoded and encoded."""
         spec, choice = planned.spec, planned.choice
-        matrix = self._source.matrix(spec)
-        stored = matrix.stored
-        if matrix.whole and (stored.format, stored.group_size) == (choice.format, choice.group_size):
-            return matrix.planes()
+        stored = self._source.matrix(spec.name)
+        if (stored.format, stored.group_size) == (choice.format, choice.group_size):
+            return self._source.planes(spec.name)
         meter = quality.measure(planned)
         planes = encode_blocks(
-            matrix.read, formats.get(choice.format), spec.rows, spec.cols, choice.group_size, check=meter
+            partial(self._source.rows, spec.name), planned.form, spec.rows, spec.cols, choice.group_size, check=meter
         )
         meter.done()
         return planes
 
     def _write_side_files(self, work: Path) -> None:
         """config.json, and copies of what the tokenizer and the template need."""
-        values = {key: value for key, value in self._values.items() if key != "quantization_config"}
+        values = {key: value for key, value in self._container.config().items() if key != "quantization_config"}
         for key, value in _STATED.get(self._model.family, {}).items():
             values.setdefault(key, value)
         if self._model.draft is not None and not self._options.draft:
@@ -244,9 +234,9 @@ class _Job:
 def check_formats(directory: Path, plan: Plan) -> None:
     """Open a written container and compare every matrix's format with the plan. Raises BadContainer."""
     with Container.open(directory) as container:
-        written = SourceModel(container, group_size=None, warn=lambda text: None)
+        written = SourceModel(container, open_model(container)[1])
         for planned in plan.matrices():
-            found = written.matrix(planned.spec).stored
+            found = written.matrix(planned.spec.name)
             if (found.format, found.group_size) != (planned.choice.format, planned.choice.group_size):
                 raise BadContainer(
                     f"{show_path(directory)}: tensor {planned.spec.name} reads as {found.format}, group size "
