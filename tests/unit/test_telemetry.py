@@ -129,6 +129,19 @@ def test_disk_verdict_at_a_high_hit_rate_asks_for_a_faster_disk() -> None:
     assert verdict(replace(RECORD, decode=decode)).text.endswith("hit rate 92.8%: a faster disk would help most")
 
 
+def test_disk_verdict_without_busy_time_gives_a_bound() -> None:
+    judged = verdict(replace(RECORD, decode=replace(DECODE, read_busy_s=0.0)))
+    assert "; disk at most 3.10 GB/s, 124.0 MB per token -> ceiling 25.0 tok/s, got 10.0;" in judged.text
+    judged = verdict(replace(RECORD, decode=replace(DECODE, read_busy_s=0.0), readers=0))
+    assert "ceiling" not in judged.text
+
+
+def test_joined_reads_are_wanted_but_no_hits() -> None:
+    phase = replace(DECODE, joined=1000)
+    assert (phase.wanted, phase.hit_rate) == (5000, 0.32)
+    assert ", loaded 2400, joined 1000 (" in dict(rows(replace(RECORD, decode=phase)))["experts, decode"]
+
+
 @pytest.mark.parametrize(
     ("seconds", "kind"),
     [
@@ -178,7 +191,7 @@ def test_report_lines() -> None:
     assert table["decode"] == "50 tokens in 5.000 s, 10.0 tok/s, ended by length"
     assert table["latency"] == "p50 74.00 ms, p90 94.00, p99 99.00, max 99.00"
     assert table["experts, decode"] == (
-        "hit rate 40.0% = pinned 25.0 + LRU 15.0, loaded 2400 (48.00 per token, 4.80 of 8 per layer)"
+        "hit rate 40.0% = pinned 25.0 + LRU 15.0, loaded 2400 (48.00 loads per token, 4.80 of 8 per layer)"
     )
     assert table["reads, decode"] == (
         "6.20 GB, 124.00 MB per token, 2.00 GB/s; service 8.000 s over all readers, waited 2.000 s"

@@ -30,7 +30,8 @@ class Phase:
     """Prefill or decode: tokens, time and expert traffic.
 
     `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
-    pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way.
+    pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
+    it. `joined` counts experts whose read was under way already when they were wanted.
     """
 
     tokens: int = 0
@@ -39,6 +40,7 @@ class Phase:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hits_pinned: int = 0
     hits_lru: int = 0
+    joined: int = 0
     loads: int = 0
     read_bytes: int = 0
     read_service_s: float = 0.0
@@ -57,7 +59,7 @@ class Phase:
     @property
     def wanted(self) -> int:
         """Experts that were asked for."""
-        return self.hits_pinned + self.hits_lru + self.loads
+        return self.hits_pinned + self.hits_lru + self.joined + self.loads
 
     @property
     def hit_rate(self) -> float:
@@ -97,6 +99,7 @@ class Phase:
             "step_max_s": max(self.step_s, default=0.0),
             "hits_pinned": self.hits_pinned,
             "hits_lru": self.hits_lru,
+            "joined": self.joined,
             "loads": self.loads,
             "hit_rate": self.hit_rate,
             "loads_per_token": loads_per_token,

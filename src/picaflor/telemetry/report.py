@@ -96,20 +96,20 @@ def _experts(phase: Phase, record: Record) -> str:
         f"hit rate {phase.hit_rate:.1%} = pinned {phase.hits_pinned * part:.1f} + LRU {phase.hits_lru * part:.1f},"
         f" loaded {phase.loads}"
     )
+    if phase.joined:
+        text += f", joined {phase.joined}"
     if phase.tokens and record.moe_layers:
         per_token = phase.loads / phase.tokens
-        text += (
-            f" ({per_token:.2f} per token, {per_token / record.moe_layers:.2f} of {record.experts_per_token} per layer)"
-        )
+        per_layer = per_token / record.moe_layers
+        text += f" ({per_token:.2f} loads per token, {per_layer:.2f} of {record.experts_per_token} per layer)"
     return text
 
 
 def _reads(phase: Phase) -> str:
-    return (
-        f"{_decimal(phase.read_bytes)}, {phase.read_bytes_per_token / 1e6:.2f} MB per token,"
-        f" {phase.read_bytes_per_s / 1e9:.2f} GB/s; service {phase.read_service_s:.3f} s over all readers,"
-        f" waited {phase.read_wait_s:.3f} s"
-    )
+    text = f"{_decimal(phase.read_bytes)}, {phase.read_bytes_per_token / 1e6:.2f} MB per token"
+    if phase.read_busy_s:
+        text += f", {phase.read_bytes_per_s / 1e9:.2f} GB/s"
+    return f"{text}; service {phase.read_service_s:.3f} s over all readers, waited {phase.read_wait_s:.3f} s"
 
 
 def _memory(record: Record) -> str:

@@ -38,7 +38,7 @@ def verdict(record: Record) -> Verdict:
     shares = phase.shares()
     weights = sum(shares[part] for part in WEIGHT_CLASSES)
     if shares["read_wait"] >= WAIT_SHARE:
-        return Verdict("disk-bound", _disk(phase, name, shares["read_wait"]))
+        return Verdict("disk-bound", _disk(phase, name, shares["read_wait"], record.readers))
     if weights >= WEIGHT_SHARE:
         return _weights(record, phase, name, weights)
     if shares["attention"] >= ATTENTION_SHARE:
@@ -52,12 +52,15 @@ def verdict(record: Record) -> Verdict:
     )
 
 
-def _disk(phase: Phase, name: str, wait: float) -> str:
+def _disk(phase: Phase, name: str, wait: float, readers: int) -> str:
     text = f"disk-bound: {wait:.0%} of {name} waits for reads"
-    if phase.read_bytes_per_s and phase.read_bytes_per_token:
-        ceiling = phase.read_bytes_per_s / phase.read_bytes_per_token
+    rate, bound = phase.read_bytes_per_s, ""
+    if not rate and phase.read_service_s and readers:
+        rate, bound = phase.read_bytes * readers / phase.read_service_s, "at most "
+    if rate and phase.read_bytes_per_token:
+        ceiling = rate / phase.read_bytes_per_token
         text += (
-            f"; disk {phase.read_bytes_per_s / 1e9:.2f} GB/s, {phase.read_bytes_per_token / 1e6:.1f} MB per token"
+            f"; disk {bound}{rate / 1e9:.2f} GB/s, {phase.read_bytes_per_token / 1e6:.1f} MB per token"
             f" -> ceiling {ceiling:.1f} tok/s, got {phase.tokens_per_s:.1f}"
         )
     cure = "more memory (--ram)" if phase.hit_rate < LOW_HIT_RATE else "a faster disk"
