@@ -162,6 +162,17 @@ def test_e8_zero_rows_and_even_signs() -> None:
     assert np.all((decoded.reshape(-1, 8) < 0).sum(axis=1) % 2 == 0)
 
 
+def test_e8_closer_encoder_has_a_smaller_error() -> None:
+    weights = np.random.default_rng(8).standard_normal((16, 512)).astype(np.float32)
+    rotated = e8_iq3.rotate(weights)
+    plain, closer = (
+        ((e8_iq3.decode(planes, 16, 512, 0) - rotated) ** 2).sum(axis=1)
+        for planes in (e8_iq3.encode(weights), e8_iq3.encode_closer(weights))
+    )
+    assert np.all(closer < plain)
+    assert closer.sum() < 0.95 * plain.sum()
+
+
 def test_e8_partial_block_is_read_but_not_written() -> None:
     planes = e8_iq3.sample(np.random.default_rng(2), 3, 300, 0)
     whole = e8_iq3.decode(planes, 3, 512, 0)

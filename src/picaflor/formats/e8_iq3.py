@@ -129,10 +129,23 @@ def _check_cols(cols: int) -> None:
 
 
 def encode(weights: F32, group_size: int = 0) -> Planes:
-    """Rotates the rows of the true matrix, then takes the nearest lattice points per 32 weights (docs/formats.md).
+    """Rotates the rows of the true matrix, then takes lattice points by the reference's rule (docs/formats.md).
 
     Raises BadContainer where the row length is no multiple of 256 or a weight is not finite.
     """
+    return _encode(weights, closer=False)
+
+
+def encode_closer(weights: F32) -> Planes:
+    """As `encode`, but knows of a flipped sign when it chooses the magnitude: same format, smaller error.
+
+    Raises BadContainer like `encode`.
+    """
+    return _encode(weights, closer=True)
+
+
+def _encode(weights: F32, *, closer: bool) -> Planes:
+    """Both encoders, in pieces of whole rows."""
     rows, cols = weights.shape
     _check_cols(cols)
     out = np.empty((rows, cols // BLOCK, BLOCK_BYTES), dtype=np.uint8)
@@ -141,36 +154,40 @@ def encode(weights: F32, group_size: int = 0) -> Planes:
         if not np.isfinite(rotated).all():
             raise BadContainer(f"weights hold NaN, infinity or overflow; {NAME} encodes finite values only")
         blocks = rotated.reshape(-1, BLOCK)
-        pieces = [_encode_blocks(blocks[start : start + _PIECE]) for start in range(0, len(blocks), _PIECE)]
+        pieces = [
+            _encode_blocks(blocks[start : start + _PIECE], closer=closer) for start in range(0, len(blocks), _PIECE)
+        ]
         out[part] = np.concatenate(pieces).reshape(-1, cols // BLOCK, BLOCK_BYTES)
     return (out, np.array([TAG], dtype="<f4"))
 
 
-def _encode_blocks(values: F32) -> NDArray[np.uint8]:
+def _encode_blocks(values: F32, *, closer: bool) -> NDArray[np.uint8]:
     """Rotated super-blocks `[n, 256]` to their bytes `[n, 98]`."""
     count = values.shape[0]
     out = np.empty((count, BLOCK_BYTES), dtype=np.uint8)
     rms = np.sqrt(np.mean(values * values, axis=1, dtype=np.float32))
     super_scale = (rms / np.float32(20) + np.float32(1e-12)).astype("<f2")
     out[:, SCALE_OFFSET:] = super_scale[:, None].view(np.uint8)
-    magnitudes = np.abs(values)
+    magnitudes = np.abs(values).reshape(count, 8, 4, 8)
+    negative = values.reshape(magnitudes.shape) < 0
+    flipped = _odd_signs(negative, magnitudes)
+    if closer:
+        magnitudes = np.where(flipped, -magnitudes, magnitudes)
     codes, indices = _nearest(magnitudes.reshape(-1, 8, 8, 4), super_scale.astype(np.float32))
     out[:, :INDEX_BYTES] = indices.reshape(count, INDEX_BYTES)
-    lanes = _even_signs(values.reshape(count, 8, 4, 8), magnitudes.reshape(count, 8, 4, 8))
+    lanes = np.packbits(negative ^ flipped, axis=-1, bitorder="little")[..., 0] & np.uint8(127)
     words = (lanes.astype(np.uint32) << _LANE_SHIFTS).sum(axis=-1, dtype=np.uint32)
     words |= codes.astype(np.uint32) << np.uint32(28)
     out[:, INDEX_BYTES:SCALE_OFFSET] = words.astype("<u4").view(np.uint8).reshape(count, -1)
     return out
 
 
-def _even_signs(values: F32, magnitudes: F32) -> NDArray[np.uint8]:
-    """Seven sign bits per lane of 8; a lane with an odd number of negatives flips its first smallest magnitude."""
-    negative = values < 0
+def _odd_signs(negative: NDArray[np.bool_], magnitudes: F32) -> NDArray[np.bool_]:
+    """Which sign to flip in each lane of 8 with an odd number of negatives: that of the first smallest magnitude."""
     odd = negative.sum(axis=-1) % 2 == 1
     smallest = np.argmin(magnitudes, axis=-1)
-    flip = odd[..., None] & (np.arange(8) == smallest[..., None])
-    lanes: NDArray[np.uint8] = np.packbits(negative ^ flip, axis=-1, bitorder="little")[..., 0] & np.uint8(127)
-    return lanes
+    flipped: NDArray[np.bool_] = odd[..., None] & (np.arange(8) == smallest[..., None])
+    return flipped
 
 
 @lru_cache(maxsize=1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from picaflor.container.strict_json import show
 from picaflor.container.types import Matrix, Span, TensorInfo
@@ -106,6 +107,7 @@ class _Case:
         )
 
 
+@lru_cache(maxsize=4096)
 def candidates(rows: int, cols: int, code_bytes: int, scale_bytes: int) -> tuple[Candidate, ...]:
     """Every format that `.qs` containers hold and whose exact sizes are these; none is preferred.
 
