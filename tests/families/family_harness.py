@@ -5,6 +5,7 @@ Must not know families. A backend is added to `BACKENDS` with the error that its
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from picaflor.backends.api import Backend, Batch, Vector, Weight
 from picaflor.backends.reference import MemoryExperts, ReferenceBackend, allocate
@@ -23,6 +25,23 @@ from picaflor.models.loading import open_model
 
 DATA = Path(__file__).parent.parent / "data" / "families"
 PAGE_TOKENS = 16
+
+
+Tensors = dict[str, NDArray[Any]]
+
+
+def rewrite(
+    source: Path, target: Path, change: Callable[[Tensors], Tensors], *, config: Mapping[str, Any] | None = None
+) -> Path:
+    """Copy a container with changed tensors and config fields; a field of None is removed."""
+    tensors: Tensors = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        tensors.update(load_file(shard))
+    save_file({name: np.ascontiguousarray(array) for name, array in change(tensors).items()}, target / "a.safetensors")
+    values = {**json.loads((source / "config.json").read_text()), **(config or {})}
+    kept = {name: value for name, value in values.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(kept))
+    return target
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,14 @@ class Config:
         self._seen.add(name)
         return self.values.get(name) is not None
 
+    def spelling(self, *names: str) -> str:
+        """The one of several names of a field that is used; two of them with different values are refused."""
+        used = [name for name in names if self.has(name)]
+        for other in used[1:]:
+            if self.values[other] != self.values[used[0]]:
+                raise self.refuse(other, f"the same value as {used[0]} ({_shown(self.values[used[0]])})")
+        return used[0] if used else names[0]
+
     def integer(self, name: str, *, default: int | None = None, low: int = 1, high: int = 2**31 - 1) -> int:
         """An integer in `low .. high`; `default` stands for an absent or null field."""
         accepted = f"an integer from {low} to {high}"

@@ -128,7 +128,7 @@ def _expect_known(config: Config) -> None:
 
 
 def _router(config: Config) -> RouterSpec:
-    experts = config.integer("n_routed_experts", high=65536)
+    experts = config.integer(config.spelling("n_routed_experts", "num_local_experts", "num_experts"), high=65536)
     groups = config.integer("n_group", default=1, high=experts)
     if experts % groups or (groups > 1 and experts // groups < 2):
         raise config.refuse("n_group", f"a divisor of n_routed_experts ({experts}) that leaves 2 or more in a group")

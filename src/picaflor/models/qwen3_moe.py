@@ -71,7 +71,7 @@ def _attention(config: Config, hidden: int, count: int, eps: float) -> list[Grou
 
 
 def _mlps(config: Config, hidden: int, sparse: tuple[bool, ...]) -> list[MLP | MoE]:
-    experts = config.integer("num_experts", high=65536)
+    experts = config.integer(config.spelling("num_experts", "num_local_experts"), high=65536)
     router = RouterSpec(
         score="softmax",
         experts=experts,
