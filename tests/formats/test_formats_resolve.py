@@ -406,6 +406,8 @@ def test_a_rule_and_a_stamp_must_agree() -> None:
         ask(shape, *pair, rule=rule, stamp=INT4)
     # One group per row: readers without rules know it as int4-row, and stamp it so.
     assert ask((64, 40), *sizes(GROUPED, 64, 40, 64), rule=rule, stamp=INT4)[0].format == GROUPED
+    with pytest.raises(BadContainer, match="stamped int8-row, but the rule"):
+        ask((64, 40), *sizes(GROUPED, 64, 40, 64), rule=rule, stamp=INT8)
 
 
 def test_a_rule_and_an_explicit_size_must_agree() -> None:
