@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from picaflor.telemetry.names import METRICS
-from picaflor.telemetry.process import ProcessFigures, process_figures
+from picaflor.telemetry.process import physical_read_bytes
 from picaflor.telemetry.record import Memory, Phase, Record, percentile
 from picaflor.telemetry.report import as_json, print_report, rows
 from picaflor.telemetry.verdict import verdict
@@ -221,16 +221,7 @@ def test_printed_report_has_every_row_and_no_markup() -> None:
     assert "\x1b" not in text
 
 
-def test_process_figures(tmp_path: Path) -> None:
-    (tmp_path / "status").write_text(
-        "Name:\tx\nVmHWM:\t    2048 kB\nVmLck:\t 4 kB\nRssAnon:\t  1024 kB\nRssFile:\t 8 kB\nRssShmem:\t 1 kB\n"
-    )
+def test_physical_read_bytes(tmp_path: Path) -> None:
+    assert physical_read_bytes(tmp_path) is None
     (tmp_path / "io").write_text("rchar: 9\nread_bytes: 4096\ncancelled_write_bytes: 0\n")
-    assert process_figures(tmp_path) == ProcessFigures(
-        anonymous_bytes=1048576,
-        locked_bytes=4096,
-        mapped_bytes=8192,
-        peak_resident_bytes=2097152,
-        physical_read_bytes=4096,
-    )
-    assert process_figures(tmp_path / "none") == ProcessFigures()
+    assert physical_read_bytes(tmp_path) == 4096

@@ -1,0 +1,76 @@
+"""The arithmetic of `bench decode` with a made-up engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from picaflor.errors import PicaflorError
+from picaflor.runtime.bench import DecodeBench, fixed_tokens, measure_decode
+
+
+class FakeEngine:
+    """Steps of known length; writes down what happened in which order."""
+
+    def __init__(self, events: list[str], steps: list[list[float]]) -> None:
+        self.events = events
+        self.steps = steps
+        self.calls: list[tuple[list[int], list[int]]] = []
+
+    def decode_replay(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+        self.events.append("replay")
+        self.calls.append((list(prompt_ids), list(token_ids)))
+        return self.steps[len(self.calls) - 1]
+
+    def bytes_per_token(self) -> dict[str, int]:
+        return {"experts": 300, "head": 100}
+
+
+def test_repeats_and_reads_alternate_and_the_first_replay_does_not_count() -> None:
+    events: list[str] = []
+    engine = FakeEngine(events, [[9.0, 9.0], [0.1, 0.3], [0.2, 0.6], [0.1, 0.1]])
+    rates = iter([4000.0, 1000.0, 2000.0, 3000.0])
+
+    def read_rate() -> float:
+        events.append("read")
+        return next(rates)
+
+    bench = measure_decode(engine, prompt=[5, 6], tokens=[7, 8], repeats=3, read_rate=read_rate)
+    assert events == ["replay", "read", "replay", "read", "replay", "read", "replay", "read"]
+    assert engine.calls == [([5, 6], [7, 8])] * 4
+    assert bench.rates == pytest.approx((5.0, 2.5, 10.0))
+    assert bench.tokens_per_s == pytest.approx(5.0)
+    assert bench.read_rate == 2500.0
+    assert bench.touched_bytes == 400
+    assert bench.floor_tokens_per_s == 6.25
+    assert bench.of_floor == pytest.approx(0.8)
+    record = bench.record()
+    assert record["step_p50_s"] == 0.1
+    assert record["step_p99_s"] == 0.6
+    assert record["weight_bytes_per_s"] == pytest.approx(2000.0)
+    assert record["bytes_per_token_by_class"] == {"experts": 300, "head": 100}
+    assert (record["tokens_per_s_min"], record["tokens_per_s_max"]) == pytest.approx((2.5, 10.0))
+
+
+@pytest.mark.parametrize("steps", [[0.1], [0.1, 0.0], [0.1, 0.1, 0.1]])
+def test_a_replay_with_wrong_times_is_refused(steps: list[float]) -> None:
+    engine = FakeEngine([], [[1.0, 1.0], steps])
+    with pytest.raises(PicaflorError, match="a replay of 2 tokens gave"):
+        measure_decode(engine, prompt=[1], tokens=[2, 3], repeats=1, read_rate=lambda: 1.0)
+
+
+def test_fixed_tokens_depend_on_the_arguments_only() -> None:
+    first = fixed_tokens(50, 200, 3)
+    assert (first == fixed_tokens(50, 200, 3)).all()
+    assert (first != fixed_tokens(50, 200, 4)).any()
+    assert first.min() >= 0
+    assert first.max() < 50
+    assert len(set(first.tolist())) > 40
+
+
+def test_a_bench_of_one_repeat_is_its_own_median() -> None:
+    bench = DecodeBench(step_s=((0.5, 0.5),), read_bytes_per_s=(10.0, 30.0), bytes_per_token={"a": 5})
+    assert bench.tokens_per_s == 2.0
+    assert bench.floor_tokens_per_s == 4.0
+    assert bench.of_floor == 0.5
