@@ -1,0 +1,379 @@
+"""The engine: one loaded model that continues texts and says what it did.
+
+Knows the plan, the token loop and the record; must not know any concrete backend or family, or how a command prints.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from picaflor.backends.api import I32
+from picaflor.errors import ContextExceeded, UsageError
+from picaflor.formats.base import F32
+from picaflor.models.base import MatrixSpec
+from picaflor.models.blocks.moe import MoE
+from picaflor.runtime import builtin
+from picaflor.runtime.chat import ChatTemplate
+from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
+from picaflor.runtime.kvcache import Sequence
+from picaflor.runtime.plan import EngineOptions, Plan, Progress, build, formats_in_words
+from picaflor.runtime.runner import Runner, Work
+from picaflor.runtime.sampler import Sampling
+from picaflor.runtime.tokenizer import StopSet, Tokenizer, stop_set
+from picaflor.store.budget import process_memory
+from picaflor.store.counters import LayerCounters
+from picaflor.telemetry.names import TIME_CLASSES
+from picaflor.telemetry.process import physical_read_bytes
+from picaflor.telemetry.record import Memory, Phase, Record
+
+__all__ = ["Engine", "EngineOptions", "SamplingOptions", "TextPiece"]
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Counters at one moment; a phase is the difference of two."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    store: LayerCounters = field(default_factory=LayerCounters)
+
+
+class Engine:
+    """One loaded model. Not for several threads at once; close it, or use it in a `with` block."""
+
+    def __init__(self, plan: Plan, *, name: str, load_s: float, warnings: list[str], progress: Progress) -> None:
+        self.plan = plan
+        self.name = name
+        self.context = plan.context
+        self.finish_reason = ""
+        self.chat_template = ChatTemplate.open(plan.path)
+        self.runner = Runner(
+            plan.forward.program,
+            plan.forward.logits,
+            plan.pool,
+            plan.store,
+            max_rows=plan.max_rows,
+            max_outputs=plan.max_outputs,
+        )
+        self._load_s = load_s
+        self._warnings = warnings
+        self._progress = progress
+        self._tokenizer: Tokenizer | None = None
+        self._stops: StopSet | None = None
+        self._cached = Sequence()
+        self._cached_tokens: list[int] = []
+        self._sampling: SamplingOptions | None = None
+        self._prefill = Phase()
+        self._decode = Phase()
+        self._first_token_s = 0.0
+        self._seconds: dict[str, float] = {}
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | None,
+        options: EngineOptions,
+        *,
+        progress: Progress = lambda stage, done, total: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> Engine:
+        """Load a model folder, or the built-in model for None. Raises what errors.py names, before anything is read
+        where it can be known."""
+        start = time.perf_counter()
+        warnings: list[str] = []
+
+        def note(text: str) -> None:
+            warnings.append(text)
+            warn(text)
+
+        folder = path if path is not None else builtin.folder()
+        plan = build(folder, options, progress=progress, warn=note)
+        try:
+            name = builtin.NAME if path is None else folder.resolve().name
+            return cls(plan, name=name, load_s=time.perf_counter() - start, warnings=warnings, progress=progress)
+        except BaseException:
+            plan.close()
+            raise
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free memory and files."""
+        self.plan.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read when it is first needed. Raises BadTokenizer."""
+        if self._tokenizer is None:
+            model = self.plan.model
+            self._tokenizer = Tokenizer.open(self.plan.path, vocabulary=model.vocabulary, family=model.family)
+        return self._tokenizer
+
+    @property
+    def stops(self) -> StopSet:
+        """The tokens that end an answer."""
+        if self._stops is None:
+            self._stops = stop_set(
+                self.tokenizer,
+                self.plan.container.config(),
+                self.plan.container.side_json("generation_config.json"),
+                render=self.chat_template.render if self.chat_template is not None else None,
+                vocabulary=self.plan.model.vocabulary,
+            )
+        return self._stops
+
+    @property
+    def description(self) -> str:
+        """Family, size and formats in words."""
+        model = self.plan.model
+        return (
+            f"{model.family}, {self.parameters / 1e6:.0f} M parameters, {len(model.layers)} layers, "
+            f"{formats_in_words(self.plan.index)}"
+        )
+
+    @property
+    def threads(self) -> int:
+        """Threads that multiply."""
+        return self.plan.backend.threads
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens that the model knows."""
+        return self.plan.model.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """Parameters in all: resident matrices, vectors and experts; a tied head counts once."""
+        index = self.plan.index
+        distinct = {matrix.spans: matrix.rows * matrix.cols for matrix in index.matrices.values()}
+        experts = sum(m.rows * m.cols for layer in index.experts.values() for e in layer for m in e.matrices)
+        return sum(distinct.values()) + experts + sum(info.shape[0] for info in index.vectors.values())
+
+    def generate(
+        self, prompt: Ordered[int], options: SamplingOptions, *, cancel: threading.Event | None = None
+    ) -> Iterator[TextPiece]:
+        """Continue a prompt; text comes as it is certain. Afterwards `finish_reason` and `record()` tell the rest.
+
+        What the cache still holds of an earlier call is reused up to the first token that differs; by the exactness
+        contract that changes no token. Raises ContextExceeded for a prompt that leaves no room for an answer.
+        """
+        ids = self._checked(prompt)
+        generation = self._begin(ids, options, cancel)
+        start_counts = self._counts()
+        started = time.perf_counter()
+        middle: list[_Counts] = []
+        generation.on_prefilled = lambda: middle.append(self._counts())
+        before = self._cached.length
+        try:
+            yield from generation
+        finally:
+            self.finish_reason = generation.finish_reason
+            end_counts = self._counts()
+            self._cached_tokens = [*ids.tolist(), *generation.tokens][: self._cached.length]
+            prefill_end = middle[0] if middle else end_counts
+            clock = generation.clock
+            self._first_token_s = clock.first_token_s
+            prefill_s = clock.prefill_s or time.perf_counter() - started
+            self._prefill = self._phase(start_counts, prefill_end, len(ids) - before, prefill_s, (), 0.0)
+            steps = tuple(clock.steps)
+            wall = clock.decode_s + clock.sampling_s
+            self._decode = self._phase(prefill_end, end_counts, len(steps), wall, steps, clock.sampling_s)
+
+    def _checked(self, prompt: Ordered[int]) -> I32:
+        ids = np.asarray(prompt, np.int32)
+        if not len(ids):
+            raise UsageError("the prompt is empty")
+        if len(ids) >= self.context:
+            raise ContextExceeded(
+                f"the prompt has {len(ids)} tokens and the context holds {self.context}, answer included: "
+                f"shorten it or raise --ctx (this model allows up to {self.plan.model.max_positions})"
+            )
+        return ids
+
+    def _begin(self, ids: I32, options: SamplingOptions, cancel: threading.Event | None) -> Generation:
+        self._sampling = options
+        sampling = Sampling(options.temperature, options.top_p, options.seed)
+        self.plan.pool.truncate(self._cached, self._common_prefix(ids))
+        return Generation(
+            self.runner,
+            self._cached,
+            ids,
+            options,
+            choose=lambda logits, position: sampling.choose(self.plan.backend, logits, position),
+            decoder=self.tokenizer.stream(),
+            stop_tokens=self.stops.ids,
+            context=self.context,
+            progress=lambda done, total: self._progress("reading the prompt", done, total),
+            cancelled=cancel.is_set if cancel is not None else _never,
+        )
+
+    def _common_prefix(self, ids: I32) -> int:
+        """Positions of the cache that this prompt shares; the last prompt token is always computed anew."""
+        shared = 0
+        for mine, cached in zip(ids[:-1].tolist(), self._cached_tokens, strict=False):
+            if mine != cached:
+                break
+            shared += 1
+        return min(shared, self._cached.length)
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence for direct use of `runner`; give its pages back with `plan.pool.release`."""
+        return Sequence()
+
+    def forward_logits(self, ids: I32) -> Iterator[F32]:
+        """Logits of every position of a fresh sequence, float32 `[rows, vocabulary]` at a time."""
+        if len(ids) > self.context:
+            raise ContextExceeded(f"{len(ids)} tokens and the context holds {self.context}: raise --ctx")
+        self._drop_cache()
+        sequence = Sequence()
+        try:
+            yield from self.runner.all_logits(sequence, np.asarray(ids, np.int32))
+        finally:
+            self.plan.pool.release(sequence)
+
+    def decode_replay(self, prompt: Ordered[int], tokens: Ordered[int]) -> list[float]:
+        """Seconds of each decode step when these tokens follow the prompt, whatever the model would have chosen.
+
+        Every configuration sees the same tokens, so the same experts. `record()` tells about these steps.
+        """
+        self._drop_cache()
+        sequence = Sequence()
+        counts = self._counts()
+        steps: list[float] = []
+        try:
+            start = time.perf_counter()
+            self.runner.prefill(sequence, np.asarray(prompt, np.int32))
+            prefill_s = time.perf_counter() - start
+            middle = self._counts()
+            for token in tokens:
+                begin = time.perf_counter()
+                self.runner.step([Work(sequence, np.array([token], np.int32))])
+                steps.append(time.perf_counter() - begin)
+        finally:
+            self.plan.pool.release(sequence)
+        self._prefill = self._phase(counts, middle, len(prompt), prefill_s, (), 0.0)
+        self._decode = self._phase(middle, self._counts(), len(steps), sum(steps), tuple(steps), 0.0)
+        self.finish_reason = "length"
+        return steps
+
+    def _drop_cache(self) -> None:
+        self.plan.pool.release(self._cached)
+        self._cached_tokens = []
+
+    def bytes_per_token(self) -> dict[str, int]:
+        """Bytes of weights that one decoded token multiplies, by class; of the embedding only a row."""
+        sizes: dict[str, int] = {}
+        specs = {spec.name: spec for spec in self.plan.model.matrices()}
+        for name, matrix in self.plan.index.matrices.items():
+            if not self._in_main_pass(specs[name]):
+                continue
+            nbytes = matrix.nbytes // matrix.rows if specs[name].kind == "embedding" else matrix.nbytes
+            sizes[specs[name].kind] = sizes.get(specs[name].kind, 0) + nbytes
+        for layer in self.plan.model.layers:
+            if isinstance(layer.mlp, MoE):
+                experts = self.plan.index.experts[layer.mlp.layer]
+                mean = sum(expert.nbytes for expert in experts) // len(experts)
+                sizes["experts"] = sizes.get("experts", 0) + layer.mlp.router.top_k * mean
+        return sizes
+
+    def _in_main_pass(self, spec: MatrixSpec) -> bool:
+        prefix = f"model.layers.{len(self.plan.model.layers)}."
+        return spec.kind != "draft" and not spec.name.startswith(prefix)
+
+    def _counts(self) -> _Counts:
+        store = self.plan.store
+        counts = _Counts(store=store.counters.total() if store is not None else LayerCounters())
+        for name, seconds in self.plan.forward.program.seconds().items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        counts.seconds = dict(self._seconds)
+        return counts
+
+    def _phase(
+        self, start: _Counts, end: _Counts, tokens: int, wall_s: float, steps: tuple[float, ...], sampling_s: float
+    ) -> Phase:
+        seconds = {
+            name: end.seconds.get(name, 0.0) - start.seconds.get(name, 0.0)
+            for name in end.seconds
+            if name in TIME_CLASSES
+        }
+        seconds["read_wait"] = end.store.wait_s - start.store.wait_s
+        seconds["sampling"] = sampling_s
+        service_s = end.store.service_s - start.store.service_s
+        return Phase(
+            tokens=tokens,
+            wall_s=wall_s,
+            step_s=steps,
+            seconds=seconds,
+            hits_pinned=end.store.pinned - start.store.pinned,
+            hits_lru=end.store.lru - start.store.lru,
+            joined=end.store.joined - start.store.joined,
+            loads=end.store.loaded - start.store.loaded,
+            read_bytes=end.store.read_bytes - start.store.read_bytes,
+            read_service_s=service_s,
+            weight_bytes=len(steps) * sum(self.bytes_per_token().values()),
+        )
+
+    def record(self) -> Record:
+        """The figures of the last generation."""
+        plan, sampling = self.plan, self._sampling
+        moe = [layer.mlp for layer in plan.model.layers if isinstance(layer.mlp, MoE)]
+        memory = process_memory()
+        store = plan.store
+        resident = [len(store.resident(block.layer)) for block in moe] if store is not None else []
+        return Record(
+            model=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            backend=plan.backend.name,
+            isa=plan.backend.isa,
+            precision=plan.backend.precision,
+            threads=plan.backend.threads,
+            context=self.context,
+            seed=sampling.seed if sampling is not None else None,
+            temperature=sampling.temperature if sampling is not None else None,
+            top_p=sampling.top_p if sampling is not None else None,
+            finish_reason=self.finish_reason,
+            load_s=self._load_s,
+            first_token_s=self._first_token_s,
+            prefill=self._prefill,
+            decode=self._decode,
+            memory=Memory(
+                budget_bytes=plan.ledger.limit.nbytes,
+                anonymous_bytes=memory.anonymous if memory else None,
+                locked_bytes=memory.locked if memory else None,
+                mapped_bytes=memory.file if memory else None,
+                peak_resident_bytes=memory.peak if memory else None,
+                resident_experts=sum(resident),
+                resident_expert_bytes=self._expert_bytes(),
+                expert_slots=max(plan.ledger.slots.values(), default=0),
+            ),
+            moe_layers=len(moe),
+            experts_per_token=max((block.router.top_k for block in moe), default=0),
+            readers=plan.read_threads if store is not None else 0,
+            physical_read_bytes=physical_read_bytes(),
+            warnings=tuple(self._warnings),
+        )
+
+    def _expert_bytes(self) -> int:
+        store = self.plan.store
+        if store is None:
+            return 0
+        experts = self.plan.index.experts
+        return sum(experts[layer][number].nbytes for layer in store.files.layers for number in store.resident(layer))
+
+
+def _never() -> bool:
+    return False

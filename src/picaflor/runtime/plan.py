@@ -1,0 +1,331 @@
+"""From a model folder and options to everything that generation needs, decided before a weight is read.
+
+The only module that loads a concrete backend, by name. Order: headers, config, family, formats, buffers, ledger (which
+may refuse), and only then the bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Vector, Weight
+from picaflor.container.index import Container
+from picaflor.container.types import Matrix
+from picaflor.errors import UnsupportedConfig, UnsupportedKernel, UsageError
+from picaflor.formats import REGISTRY
+from picaflor.formats.kv import get as kv_format
+from picaflor.models.base import DraftForward, Forward, Model, Scope
+from picaflor.models.config import Notices
+from picaflor.models.loading import ModelIndex, open_model
+from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
+from picaflor.store.reader import ExpertFiles
+from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
+
+BACKENDS = ("cpu",)
+DEFAULT_CONTEXT = 4096
+DEFAULT_CHUNK = 256
+MAX_LOGIT_BYTES = 64 << 20
+"""Most memory for one step's logits; a step gives fewer rows of logits where the vocabulary is large."""
+SLACK_BYTES = 64
+RUNTIME_BYTES = 16 << 20
+"""For thread stacks, Python objects made while running, and allocator slack."""
+
+Progress = Callable[[str, int, int], None]
+
+
+class HostBackend(Backend, Protocol):
+    """A backend whose weights stay in host memory that it hands out."""
+
+    isa: str
+    threads: int
+    precision: Precision
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Zeroed memory that is not touched until it is written; 64 bytes more are readable behind it."""
+        ...
+
+    def workspace_bytes(self) -> int:
+        """Bytes of buffers of all recorders so far, key-value planes not counted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a user may choose; None means that the plan decides. Sizes in bytes.
+
+    `sequences` is how many sequences of `context` tokens the key-value cache holds at once.
+    """
+
+    ram_bytes: int | None = None
+    expert_slots: int | None = None
+    context: int | None = None
+    threads: int | None = None
+    backend: str = "auto"
+    precision: str = "standard"
+    isa: str = "auto"
+    prefill_chunk: int | None = None
+    read_threads: int | None = None
+    group_size: int | None = None
+    latent_norm_eps: float | None = None
+    strict: bool = False
+    disable: tuple[str, ...] = ()
+    sequences: int = 1
+    draft: bool = False
+
+
+@dataclass(slots=True)
+class Plan:
+    """A model that is ready to run. Whoever holds it closes the store, then the container."""
+
+    path: Path
+    container: Container
+    model: Model
+    index: ModelIndex
+    backend: HostBackend
+    forward: Forward
+    draft: DraftForward | None
+    store: ExpertStore | None
+    ledger: Ledger
+    pool: PagePool
+    context: int
+    max_rows: int
+    max_outputs: int
+    read_threads: int
+    notices: Notices
+
+    def close(self) -> None:
+        """Free the experts' memory and close all files."""
+        if self.store is not None:
+            self.store.close()
+        self.container.close()
+
+
+def load_backend(options: EngineOptions) -> HostBackend:
+    """The backend by name. Raises UnsupportedKernel naming what there is."""
+    name = "cpu" if options.backend == "auto" else options.backend
+    if name not in BACKENDS:
+        raise UnsupportedKernel(f"backend {name} is not in this version; accepted: auto, {', '.join(BACKENDS)}")
+    module: Any = importlib.import_module(f"picaflor.backends.{name}.backend")
+    backend: HostBackend = module.open_backend(
+        threads=options.threads, precision=options.precision, isa=options.isa, disable=options.disable
+    )
+    return backend
+
+
+class _Residents:
+    """The resident matrices and vectors: memory first, bytes later."""
+
+    def __init__(
+        self, index: ModelIndex, backend: HostBackend, layouts: Callable[[int], Sequence[ExpertLayout]]
+    ) -> None:
+        self._index = index
+        self._backend = backend
+        self._layouts = layouts
+        self._weights: dict[str, Weight] = {}
+        self._vectors: dict[str, Vector] = {}
+        self._planes: dict[tuple[tuple[int, int, int], ...], tuple[NDArray[np.uint8], ...]] = {}
+        self._fills: list[tuple[Any, NDArray[np.uint8]]] = []
+        self.nbytes = sum(_padded(matrix) for matrix in index.matrices.values())
+
+    def matrix(self, name: str) -> Weight:
+        """A handle on a matrix whose bytes may still be on disk."""
+        if name not in self._weights:
+            matrix = self._index.matrices[name]
+            self._weights[name] = self._backend.weight(
+                name, matrix.format, (matrix.rows, matrix.cols), matrix.group_size, self._memory(matrix)
+            )
+        return self._weights[name]
+
+    def vector(self, name: str) -> Vector:
+        """A handle on a vector; vectors are small and are read at once."""
+        return self._vectors[name]
+
+    def layouts(self, layer: int) -> Sequence[ExpertLayout]:
+        """The slot layouts of a layer's experts."""
+        return self._layouts(layer)
+
+    def read_vectors(self, container: Container) -> None:
+        """Read all vectors."""
+        for name, info in self._index.vectors.items():
+            self._vectors[name] = self._backend.vector(name, container.read_float(info.name, info.shape))
+
+    def _memory(self, matrix: Matrix) -> tuple[NDArray[np.uint8], ...]:
+        """One array per plane, shared by matrices that lie on the same bytes (a tied head)."""
+        key = tuple((span.shard, span.offset, span.nbytes) for span in matrix.spans)
+        if key not in self._planes:
+            self._planes[key] = tuple(self._backend.allocate(span.nbytes) for span in matrix.spans)
+            self._fills.extend(zip(matrix.spans, self._planes[key], strict=True))
+        return self._planes[key]
+
+    def read_all(self, container: Container, progress: Progress) -> None:
+        """Read every matrix that was bound, in file order. Raises ReadFailed."""
+        total = sum(span.nbytes for span, _ in self._fills)
+        done = 0
+        for span, memory in sorted(self._fills, key=lambda fill: (fill[0].shard, fill[0].offset)):
+            container.read_into(span, memory.data[: span.nbytes])
+            done += span.nbytes
+            progress("loading resident weights", done, total)
+        self._fills.clear()
+
+
+def _padded(matrix: Matrix) -> int:
+    return sum(-(-(span.nbytes + SLACK_BYTES) // 4096) * 4096 for span in matrix.spans)
+
+
+def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
+    """Open, check, plan and load a model. Raises what errors.py names; nothing stays open then."""
+    container = Container.open(path)
+    store: ExpertStore | None = None
+    try:
+        notices = Notices(strict=options.strict, warn=warn)
+        for text in container.notes:
+            notices.note(text)
+        model, index = open_model(
+            container,
+            overrides=_overrides(options),
+            context=options.context,
+            group_size=options.group_size,
+            notices=notices,
+        )
+        plan = _assemble(path, container, model, index, options, notices, progress)
+        store = plan.store
+        if store is not None and plan.ledger.all_resident:
+            store.preload(lambda done, total: progress("loading experts", done, total))
+        return plan
+    except BaseException:
+        if store is not None:
+            store.close()
+        container.close()
+        raise
+
+
+def _overrides(options: EngineOptions) -> Mapping[str, Any]:
+    return {} if options.latent_norm_eps is None else {"latent_norm_eps": options.latent_norm_eps}
+
+
+def _assemble(
+    path: Path,
+    container: Container,
+    model: Model,
+    index: ModelIndex,
+    options: EngineOptions,
+    notices: Notices,
+    progress: Progress,
+) -> Plan:
+    context = _context(model, options)
+    max_rows = min(options.prefill_chunk or DEFAULT_CHUNK, context * options.sequences)
+    max_outputs = max(1, min(max_rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
+    pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
+    held = process_memory()
+    backend = load_backend(options)
+    files = ExpertFiles(container, index.experts) if index.experts else None
+    residents = _Residents(index, backend, files.layouts if files is not None else _no_layouts)
+    residents.read_vectors(container)
+    recorder = backend.recorder(
+        max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
+    )
+    forward, draft = _record(recorder, model, residents, options)
+    ledger = _ledger(options, model, index, backend, residents, files, pool, held.charged if held else 0)
+    store = None
+    read_threads = options.read_threads or READ_THREADS
+    if files is not None:
+        store = ExpertStore(files, slots=ledger.slots, working_slots=WORKING_SLOTS, read_threads=read_threads)
+    try:
+        residents.read_all(container, progress)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    return Plan(
+        path=path,
+        container=container,
+        model=model,
+        index=index,
+        backend=backend,
+        forward=forward,
+        draft=draft,
+        store=store,
+        ledger=ledger,
+        pool=pool,
+        context=context,
+        max_rows=max_rows,
+        max_outputs=max_outputs,
+        read_threads=read_threads,
+        notices=notices,
+    )
+
+
+def _no_layouts(layer: int) -> Sequence[ExpertLayout]:
+    raise UnsupportedConfig(f"layer {layer} asks for experts and the container has none")
+
+
+def _context(model: Model, options: EngineOptions) -> int:
+    if options.context is None:
+        return min(DEFAULT_CONTEXT, model.max_positions)
+    if options.context > model.max_positions:
+        raise UsageError(
+            f"--ctx {options.context}: the model is made for at most {model.max_positions} tokens "
+            "(max_position_embeddings in config.json)"
+        )
+    return options.context
+
+
+def _record(
+    recorder: Recorder, model: Model, residents: _Residents, options: EngineOptions
+) -> tuple[Forward, DraftForward | None]:
+    scope = Scope(recorder, residents)
+    forward = model.record(scope)
+    return forward, model.record_draft(scope) if options.draft else None
+
+
+def _ledger(
+    options: EngineOptions,
+    model: Model,
+    index: ModelIndex,
+    backend: HostBackend,
+    residents: _Residents,
+    files: ExpertFiles | None,
+    pool: PagePool,
+    held: int,
+) -> Ledger:
+    values = sum(plane.width for plane in _cached(model, options))
+    kv_bytes = pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
+    items = [
+        Item("this program", held),
+        Item("resident weights", residents.nbytes),
+        Item(f"key-value cache ({pool.pages * pool.page_tokens} tokens)", kv_bytes, "--ctx"),
+        Item("work buffers", backend.workspace_bytes() + RUNTIME_BYTES, "--prefill-chunk"),
+    ]
+    layers = files.layers if files is not None else ()
+    return fit(
+        memory_sources(options.ram_bytes, held=held),
+        items,
+        {layer: files.slot_nbytes(layer) for layer in layers} if files is not None else {},
+        {layer: files.count(layer) for layer in layers} if files is not None else {},
+        wanted_slots=options.expert_slots,
+        working_slots=WORKING_SLOTS,
+    )
+
+
+def _cached(model: Model, options: EngineOptions) -> Iterator[Any]:
+    return (plane for plane in model.planes() if options.draft or plane.layer < len(model.layers))
+
+
+def formats_in_words(index: ModelIndex) -> str:
+    """The formats of the resident matrices and of the experts, as `int4-grouped 64 experts, int8-row ... resident`."""
+    residents = sorted({_named(matrix) for matrix in index.matrices.values()})
+    experts = sorted({_named(m) for layer in index.experts.values() for expert in layer for m in expert.matrices})
+    parts = [f"{' + '.join(experts)} experts"] if experts else []
+    return ", ".join([*parts, f"{' + '.join(residents)} resident"])
+
+
+def _named(matrix: Matrix) -> str:
+    return f"{matrix.format} {matrix.group_size}" if REGISTRY[matrix.format].group_sizes else matrix.format

@@ -1,0 +1,119 @@
+"""Runs rows of sequences through a recorded forward pass, one batch at a time.
+
+Knows batches, pages and programs; must not know families, formats or what a token means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from picaflor.backends.api import I32, Batch, ExpertProvider, Program, Rows
+from picaflor.formats.base import F32
+from picaflor.runtime.kvcache import PagePool, Sequence
+
+Wanted = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens to append to one sequence, and which of their logits are wanted."""
+
+    sequence: Sequence
+    tokens: I32
+    wanted: Wanted = "last"
+
+
+class Runner:
+    """The step function: appends tokens to sequences and returns logits.
+
+    A step that raises leaves every sequence as it was: lengths advance only after the program has run, and rows of the
+    cache beyond a sequence's length are never read.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        logits: Rows,
+        pool: PagePool,
+        experts: ExpertProvider | None,
+        *,
+        max_rows: int,
+        max_outputs: int,
+    ) -> None:
+        self.program = program
+        self.pool = pool
+        self.max_rows = max_rows
+        self.max_outputs = max_outputs
+        self._logits = logits
+        self._experts = experts
+
+    def step(self, work: list[Work]) -> F32:
+        """Compute all rows of `work` together; float32 logits `[outputs, vocabulary]`, valid until the next step.
+
+        Outputs are in the order of `work`. Raises ContextExceeded, ReadFailed.
+        """
+        batch = self._batch(work)
+        self.program.run(batch, self._experts)
+        for item in work:
+            item.sequence.length += len(item.tokens)
+        return self.program.view(self._logits, len(batch.outputs))
+
+    def _batch(self, work: list[Work]) -> Batch:
+        rows = sum(len(item.tokens) for item in work)
+        if not 0 < rows <= self.max_rows:
+            raise ValueError(f"a step takes 1 to {self.max_rows} rows, got {rows}")
+        for item in work:
+            self.pool.reserve(item.sequence, len(item.tokens))
+        tokens = np.empty(rows, np.int32)
+        sequences = np.empty(rows, np.int32)
+        positions = np.empty(rows, np.int32)
+        outputs: list[int] = []
+        start = 0
+        for index, item in enumerate(work):
+            stop = start + len(item.tokens)
+            tokens[start:stop] = item.tokens
+            sequences[start:stop] = index
+            positions[start:stop] = np.arange(item.sequence.length, item.sequence.length + stop - start)
+            if item.wanted == "last":
+                outputs.append(stop - 1)
+            elif item.wanted == "all":
+                outputs.extend(range(start, stop))
+            start = stop
+        if len(outputs) > self.max_outputs:
+            raise ValueError(f"a step gives at most {self.max_outputs} rows of logits, {len(outputs)} wanted")
+        table = self.pool.table([item.sequence for item in work])
+        return Batch(tokens, sequences, positions, table, np.array(outputs, np.int32))
+
+    def prefill(
+        self,
+        sequence: Sequence,
+        tokens: I32,
+        *,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> F32:
+        """Append a prompt in chunks; logits `[1, vocabulary]` of its last token, or `[0, ...]` if cancelled.
+
+        `progress(done, total)` in tokens after each chunk.
+        """
+        size = min(chunk or self.max_rows, self.max_rows)
+        logits = np.empty((0, self._logits.width), np.float32)
+        for start in range(0, len(tokens), size):
+            if cancelled is not None and cancelled():
+                return logits[:0]
+            stop = min(start + size, len(tokens))
+            logits = self.step([Work(sequence, tokens[start:stop], "last" if stop == len(tokens) else "none")])
+            if progress is not None:
+                progress(stop, len(tokens))
+        return logits
+
+    def all_logits(self, sequence: Sequence, tokens: I32) -> Iterator[F32]:
+        """Append tokens and yield the logits of each, `[rows, vocabulary]` at a time (copies)."""
+        size = min(self.max_rows, self.max_outputs)
+        for start in range(0, len(tokens), size):
+            yield self.step([Work(sequence, tokens[start : start + size], "all")]).copy()
