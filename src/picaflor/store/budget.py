@@ -131,8 +131,8 @@ def fit(
 
     `slot_nbytes` and `experts`: bytes of the widest expert and number of experts by layer. Without `wanted_slots`
     every layer gets the same number, as many as fit, and what is then left gives single layers one more, in order.
-    When all experts fit there is no working set; where one slot per layer does not fit beside it, it shrinks first. Raises OutOfBudget with every number if one slot per layer, or the
-    wanted number, does not fit.
+    When all experts fit there is no working set; where one slot per layer does not fit beside it, it shrinks first.
+    Raises OutOfBudget with every number if one slot per layer, or the wanted number, does not fit.
     """
     limit = tightest(sources)
     assert limit.nbytes is not None

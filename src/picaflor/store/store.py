@@ -85,7 +85,7 @@ class Lease:
         self.layer = layer
         self.wanted = [ExpertKey(layer, expert) for expert in experts.tolist()]
         self.missing: list[ExpertKey] = []  # no read was started; the next one is the last
-        self.loads: set[_Load] = set()  # reads that this lease waits for
+        self.loads: dict[_Load, None] = {}  # reads that this lease waits for, in order of submission
         self.arrived: list[Copy] = []  # acquired, not yielded
         self.held: list[Copy] = []  # acquired and yielded
         self.error: ReadFailed | None = None
@@ -187,6 +187,7 @@ class ExpertStore:
 
         `progress(done, total)` is told bytes as reads succeed. Raises ReadFailed.
         """
+        self._check_open()
         started = time.perf_counter()
         layers = [layer for layer in self.files.layers if self.slots[layer] == self.files.count(layer)]
         keys = [ExpertKey(layer, expert) for layer in layers for expert in range(self.files.count(layer))]
@@ -330,7 +331,7 @@ class ExpertStore:
         if copy.state is State.LOADING:
             load = self._loading[key]
             load.leases.append(lease)
-            lease.loads.add(load)
+            lease.loads[load] = None
             counters.joined += 1
             if load.preload:
                 self._reader.promote(load.ticket)
@@ -356,7 +357,7 @@ class ExpertStore:
             lease.missing.pop()
         for load in self._start(copies, preload=False):
             load.leases.append(lease)
-            lease.loads.add(load)
+            lease.loads[load] = None
         self.counters.layers[lease.layer].loaded += len(copies)
 
     def _place(self, key: ExpertKey) -> Copy | None:
@@ -427,7 +428,7 @@ class ExpertStore:
 
     def _cancel(self, load: _Load) -> None:
         """Take a read back if it has not begun; otherwise it ends by itself and its copy may be of use later."""
-        if load.ticket in self._loads and self._reader.cancel(load.ticket):
+        if not self._closed and load.ticket in self._loads and self._reader.cancel(load.ticket):
             del self._loads[load.ticket]
             del self._loading[load.copy.key]
             self._drop(load.copy)
@@ -461,7 +462,7 @@ class ExpertStore:
             else:
                 self._residency.loaded(copy.key, copy.tier, copy.layout, copy.generation)
             for lease in load.leases:
-                lease.loads.discard(load)
+                lease.loads.pop(load, None)
                 if load.error is not None:
                     lease.error = load.error
                 else:
