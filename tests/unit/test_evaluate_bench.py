@@ -18,9 +18,9 @@ class FakeEngine:
         self.steps = steps
         self.calls: list[tuple[list[int], list[int]]] = []
 
-    def decode_replay(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[float]:
+    def decode_replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         self.events.append("replay")
-        self.calls.append((list(prompt_ids), list(token_ids)))
+        self.calls.append((list(prompt), list(tokens)))
         return self.steps[len(self.calls) - 1]
 
     def bytes_per_token(self) -> dict[str, int]:

@@ -1,0 +1,122 @@
+"""`picaflor bench decode MODEL`: decoding speed beside what memory allows, as a record that can be shared.
+
+Must not know how a token is computed; runtime.bench measures.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from picaflor import __version__
+from picaflor import settings as table
+from picaflor.cli.model import Progress, open_engine
+from picaflor.errors import UsageError
+from picaflor.settings import Settings
+from picaflor.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from picaflor.runtime.bench import DecodeBench
+    from picaflor.runtime.engine import Engine
+
+
+@click.command()
+@click.argument("model", metavar="MODEL")
+@click.option("--tokens", type=click.IntRange(min=1), default=64, help="Tokens per repeat. Default: 64.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=16, help="Tokens before them. Default: 16.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, help="Measured repeats. Default: 5.")
+@click.option(
+    "--token-seed", type=click.IntRange(min=0), default=1, help="Seed of the tokens that are fed. Default: 1."
+)
+@click.option("--text", type=click.Path(path_type=Path), help="Feed this file's tokens instead of random ones.")
+@click.option("--note", default="", help="A line for the record: machine, storage, commit.")
+@table.options("bench decode")
+def command(
+    model: str,
+    tokens: int,
+    prompt_tokens: int,
+    repeats: int,
+    token_seed: int,
+    text: Path | None,
+    note: str,
+    settings: Settings,
+) -> None:
+    """Decode fixed tokens with MODEL, a directory, and compare with the rate at which memory can be read.
+
+    The tokens are fed, not sampled, so every configuration computes the same routes. Rates are medians over repeats;
+    memory is read before each repeat and after the last one, in the same process and with as many threads.
+    """
+    from picaflor.runtime.bench import MemoryProbe, measure_decode
+
+    line = Progress()
+    with open_engine(model, settings) as engine:
+        ids = _token_ids(engine, prompt_tokens + tokens, token_seed, text)
+        bench = measure_decode(
+            engine,
+            prompt=ids[:prompt_tokens],
+            tokens=ids[prompt_tokens:],
+            repeats=repeats,
+            read_rate=MemoryProbe(isa=engine.plan.backend.isa, threads=engine.plan.backend.threads),
+            progress=lambda done, total: line("repeat", done, total),
+        )
+        line.clear()
+        record = _record(engine, bench, prompt_tokens, token_seed, note)
+    if settings.json:
+        print(json.dumps(record))
+    else:
+        _print(record)
+
+
+def _token_ids(engine: Engine, count: int, seed: int, text: Path | None) -> list[int]:
+    from picaflor.runtime.bench import fixed_tokens
+    from picaflor.runtime.evaluate import read_text
+
+    if text is None:
+        return [int(token) for token in fixed_tokens(engine.plan.model.vocabulary, count, seed)]
+    ids = list(engine.tokenizer.encode(read_text(text)))
+    if len(ids) < count:
+        raise UsageError(f"--text {text}: {len(ids)} tokens; {count} are needed")
+    return ids[:count]
+
+
+def _record(engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: int, note: str) -> dict[str, Any]:
+    from picaflor.runtime.bench import RECORD_VERSION
+
+    run = engine.record().to_json()
+    kept = ("model", "description", "backend", "isa", "precision", "threads", "readers", "moe_layers", "memory")
+    return {
+        "kind": "bench decode",
+        "version": RECORD_VERSION,
+        "picaflor": __version__,
+        "note": note,
+        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **{name: run[name] for name in kept},
+        "prompt_tokens": prompt_tokens,
+        "token_seed": token_seed,
+        "hit_rate": run["decode"]["hit_rate"],
+        "disk_bytes_per_token": run["decode"]["read_bytes_per_token"],
+        "shares": run["decode"]["shares"],
+        **bench.record(),
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    """The figures in a few lines."""
+    print(
+        f"{record['model']}: {record['tokens_per_s']:.2f} tokens/s, median of {record['repeats']} x {record['tokens']}"
+        f" tokens ({record['tokens_per_s_min']:.2f} to {record['tokens_per_s_max']:.2f});"
+        f" step p50 {1e3 * record['step_p50_s']:.2f} ms, p99 {1e3 * record['step_p99_s']:.2f} ms"
+    )
+    print(
+        f"{record['backend']} {record['isa']}, {record['threads']} threads, {record['precision']};"
+        f" hit rate {record['hit_rate']:.1%}, {format_bytes(round(record['disk_bytes_per_token']))} from disk per token"
+    )
+    print(
+        f"weights per token {format_bytes(record['bytes_per_token'])}, memory read at"
+        f" {record['read_bytes_per_s'] / 1e9:.1f} GB/s: floor {record['floor_tokens_per_s']:.1f} tokens/s,"
+        f" reached {record['of_floor']:.2f} of it"
+    )

@@ -1,0 +1,159 @@
+"""Decoding speed beside its floor: replays of fixed tokens between passes that read memory.
+
+Knows times and bytes; must not know files, devices or how a token is computed. The floor is the time that reading one
+token's bytes takes at the rate that memory gave in the same process, between the very repeats that it is compared with.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from picaflor.backends.api import I32
+from picaflor.errors import PicaflorError
+from picaflor.formats import REGISTRY
+from picaflor.telemetry.record import percentile
+
+RECORD_VERSION = 1
+# More than the caches of any processor here hold.
+PROBE_BYTES = 512 << 20
+
+
+class DecodeSource(Protocol):
+    """What is measured: a model that can be fed tokens of our choice."""
+
+    def decode_replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Prefill the prompt in a fresh sequence, then one step per token; the seconds of each step."""
+        ...
+
+    def bytes_per_token(self) -> dict[str, int]:
+        """Bytes of weights that one decoded token needs, by class."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBench:
+    """One measurement. `step_s` has one list per repeat, `read_bytes_per_s` one rate before each and one at the end."""
+
+    step_s: tuple[tuple[float, ...], ...]
+    read_bytes_per_s: tuple[float, ...]
+    bytes_per_token: Mapping[str, int]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Tokens per second of each repeat."""
+        return tuple(len(steps) / sum(steps) for steps in self.step_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Median over the repeats."""
+        return statistics.median(self.rates)
+
+    @property
+    def read_rate(self) -> float:
+        """Median read rate of memory, bytes per second."""
+        return statistics.median(self.read_bytes_per_s)
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of weights of one token."""
+        return sum(self.bytes_per_token.values())
+
+    @property
+    def floor_tokens_per_s(self) -> float:
+        """Tokens per second if nothing but reading the weights took time."""
+        return self.read_rate / self.touched_bytes
+
+    @property
+    def of_floor(self) -> float:
+        """Measured rate as a part of the floor's."""
+        return self.tokens_per_s / self.floor_tokens_per_s
+
+    def record(self) -> dict[str, Any]:
+        """As JSON data; times in seconds, sizes in bytes."""
+        steps = [second for repeat in self.step_s for second in repeat]
+        return {
+            "repeats": len(self.step_s),
+            "tokens": len(self.step_s[0]),
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_min": min(self.rates),
+            "tokens_per_s_max": max(self.rates),
+            "tokens_per_s_each": list(self.rates),
+            "step_p50_s": percentile(steps, 50),
+            "step_p99_s": percentile(steps, 99),
+            "bytes_per_token": self.touched_bytes,
+            "bytes_per_token_by_class": dict(self.bytes_per_token),
+            "read_bytes_per_s": self.read_rate,
+            "read_bytes_per_s_each": list(self.read_bytes_per_s),
+            "weight_bytes_per_s": self.tokens_per_s * self.touched_bytes,
+            "floor_tokens_per_s": self.floor_tokens_per_s,
+            "of_floor": self.of_floor,
+        }
+
+
+def fixed_tokens(vocabulary: int, count: int, seed: int) -> I32:
+    """`count` token ids that depend on the arguments only: every run and every configuration sees the same routes."""
+    ids: I32 = np.random.Generator(np.random.PCG64(seed)).integers(0, vocabulary, count, dtype=np.int32)
+    return ids
+
+
+class MemoryProbe:
+    """Reads a block of its own, larger than any cache, with the plain loads of one instruction set."""
+
+    def __init__(self, *, isa: str, threads: int, nbytes: int = PROBE_BYTES) -> None:
+        from picaflor import _native
+
+        cols = 1 << 12
+        rows = nbytes // (4 * cols)
+        self._block = np.full(rows * cols + 16, 1.5, np.float32)
+        self._isa, self._threads, self._nbytes = isa, threads, 4 * rows * cols
+        self._read = _native.bench_read
+        self._weight = _native.Weight(
+            list(REGISTRY).index("f32"),
+            rows,
+            cols,
+            group=0,
+            codes=self._block.ctypes.data,
+            codes_bytes=self._nbytes,
+            scales=0,
+            scales_bytes=0,
+        )
+
+    def __call__(self) -> float:
+        """Bytes per second of one pass with all threads."""
+        wall_s, _ = self._read(self._isa, [self._weight], self._threads)
+        return self._nbytes / float(wall_s)
+
+
+def measure_decode(
+    source: DecodeSource,
+    *,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    repeats: int,
+    read_rate: Callable[[], float],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DecodeBench:
+    """One unmeasured replay to warm up, then `repeats` of them, a read of memory before each and after the last.
+
+    `read_rate()` gives bytes per second. Raises PicaflorError where a replay gives no time for a token.
+    """
+    steps: list[tuple[float, ...]] = []
+    rates: list[float] = []
+    source.decode_replay(prompt, tokens)
+    for number in range(repeats):
+        progress(number, repeats)
+        rates.append(read_rate())
+        found = tuple(source.decode_replay(prompt, tokens))
+        if len(found) != len(tokens) or min(found, default=0.0) <= 0:
+            raise PicaflorError(f"a replay of {len(tokens)} tokens gave {len(found)} times, or one that is not above 0")
+        steps.append(found)
+    rates.append(read_rate())
+    progress(repeats, repeats)
+    return DecodeBench(
+        step_s=tuple(steps), read_bytes_per_s=tuple(rates), bytes_per_token=dict(source.bytes_per_token())
+    )
