@@ -5,10 +5,12 @@ Must not know how text is made; the report comes from the engine's record.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Generator
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -19,7 +21,7 @@ from picaflor.settings import Settings
 
 if TYPE_CHECKING:
     from picaflor.runtime.engine import Engine
-    from picaflor.runtime.generate import SamplingOptions
+    from picaflor.runtime.generate import SamplingOptions, TextPiece
 
 
 @click.command()
@@ -96,12 +98,14 @@ def _report(engine: Engine, settings: Settings) -> None:
 
 def _write(engine: Engine, ids: list[int], sampling: SamplingOptions, *, silent: bool) -> str:
     text = ""
+    pieces = cast("Generator[TextPiece, None, None]", engine.generate(ids, sampling))
     try:
-        for piece in engine.generate(ids, sampling):
-            text += piece.text
-            if piece.text and not silent:
-                sys.stdout.write(piece.text)
-                sys.stdout.flush()
+        with contextlib.closing(pieces):  # the record is complete only when the loop inside has ended
+            for piece in pieces:
+                text += piece.text
+                if piece.text and not silent:
+                    sys.stdout.write(piece.text)
+                    sys.stdout.flush()
     finally:
         if text and not silent and not text.endswith("\n"):
             print(flush=True)
