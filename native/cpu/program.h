@@ -72,6 +72,8 @@ struct ArenaSpec {
 class Arena {
  public:
   Arena(std::shared_ptr<Pool> pool, const KernelTable* kernels, const OpsTable* ops, const ArenaSpec& spec);
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
 
   int32_t add_storage(int64_t width);
   int32_t add_plane(int64_t width);
@@ -160,6 +162,8 @@ class Step {
 class Program {
  public:
   Program(std::shared_ptr<Arena> arena, std::vector<std::vector<std::unique_ptr<Step>>> segments);
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
 
   int64_t segments() const { return static_cast<int64_t>(segments_.size()); }
   int64_t barriers() const;  // recorded ones, for tests and reports

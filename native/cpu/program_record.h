@@ -25,6 +25,8 @@ class Builder {
  public:
   // `planes`: int8 planes of the activations, 2 standard, 3 exact.
   Builder(std::shared_ptr<Arena> arena, int32_t planes) : arena_(std::move(arena)), planes_(planes) { reset(); }
+  Builder(const Builder&) = delete;
+  Builder& operator=(const Builder&) = delete;
 
   void embed(const Weight& table, View out);
   void rmsnorm(View x, const float* weight, View out, float eps, int64_t heads);
