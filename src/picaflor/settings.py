@@ -173,7 +173,7 @@ class Settings:
     group_size: int | None = _option(
         _count(2),
         None,
-        "Group size of int4-grouped tensors in a container that does not state it.",
+        "Group size of int4-grouped tensors in a container that does not state it; for convert, of those it writes.",
         (*ENGINE_COMMANDS, "inspect", "capabilities", "convert"),
     )
     latent_norm_eps: float | None = _option(
