@@ -121,3 +121,11 @@ def test_scales_that_would_be_misaligned_get_their_own_read() -> None:
     plan = plan_reads(source)
     assert [run.offset for run in plan.runs] == [4096, 4096 + 351]
     check(plan, source, BYTES)
+
+
+def test_an_aligned_weight_stays_aligned() -> None:
+    source = expert({"gate": (Span(0, 101, 99),), "up": (Span(0, 200, 8),), "down": (Span(0, 209, 10),)})
+    plan = plan_reads(source)
+    assert plan.runs == (ReadRun(0, 101, 99, 0), ReadRun(0, 200, 19, 128))
+    assert plan.offsets == ((0,), (128,), (137,))
+    check(plan, source, BYTES)

@@ -183,6 +183,28 @@ def test_a_shard_may_be_exactly_full(tmp_path: Path) -> None:
     assert len(writer.write()) == 2
 
 
+def test_mixed_dtypes_start_at_their_item_size(tmp_path: Path) -> None:
+    dtypes = {"down": ("U8", 5), "gate": ("BF16", 6), "up": ("F32", 8)}
+    weights = {part: TensorSpec(part, dtype, (n // ITEM_BYTES[dtype],)) for part, (dtype, n) in dtypes.items()}
+    scales = {"down": TensorSpec("down.qs", "U8", (3,)), "up": TensorSpec("up.qs", "F32", (2,))}
+    arrays = {spec.name: np.ones(spec.nbytes, np.uint8) for spec in (*weights.values(), *scales.values())}
+    writer = ContainerWriter(tmp_path)
+    groups = {part: [weights[part], *([scales[part]] if part in scales else [])] for part in PARTS}
+    writer.add_expert(down=groups["down"], gate=groups["gate"], up=groups["up"], produce=lambda: arrays)
+    writer.write()
+    with Container.open(tmp_path) as container:
+        starts = {name: info.offset for name, info in container.tensors.items()}
+        first = starts["down"]
+        assert {name: at - first for name, at in starts.items()} == {
+            "down": 0,
+            "gate": 6,
+            "up": 12,
+            "down.qs": 64,
+            "up.qs": 68,
+        }
+        assert all(bytes(container.read(info)) == b"\1" * info.nbytes for info in container.tensors.values())
+
+
 def test_only_one_group_is_made_at_a_time(tmp_path: Path) -> None:
     order: list[str] = []
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from picaflor import settings as table
+from picaflor.container.strict_json import show_path
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
 
@@ -73,10 +74,10 @@ def _print_json(found: Inspection, findings: Sequence[Finding] | None, tensors: 
 
 def _print(found: Inspection, findings: Sequence[Finding] | None, tensors: bool) -> None:
     container = found.container
-    click.echo(
-        f"{found.record()['model']}: {_ascii(found.model_type or 'family unknown')}, {len(container.shards)} shards, "
-        f"{format_bytes(found.file_nbytes)}, {len(container.tensors)} tensors"
-    )
+    family = _ascii(found.model_type or "family unknown")
+    shards, tensors_here = _count(len(container.shards), "shard"), _count(len(container.tensors), "tensor")
+    size = format_bytes(found.file_nbytes)
+    click.echo(f"{show_path(container.path)}: {family}, {shards}, {size}, {tensors_here}")
     _columns(
         ("class", "format", "count", "weights", "bytes", "bits/weight", "shards"),
         [*map(_cells, found.rows), _total(found)],
@@ -106,7 +107,8 @@ def _print_findings(found: Inspection, findings: Sequence[Finding]) -> None:
         click.echo(f"bad: {finding.shard}: {_ascii(finding.tensor)}: {number}")
     if len(findings) > _FINDINGS_SHOWN:
         click.echo(f"bad: and {len(findings) - _FINDINGS_SHOWN} more tensors")
-    click.echo(f"read {format_bytes(found.tensor_nbytes)}: {len(findings) or 'no'} tensors with bad values")
+    bad = _count(len(findings), "tensor") if findings else "no tensor"
+    click.echo(f"read {format_bytes(found.tensor_nbytes)}: {bad} with bad values")
 
 
 def _cells(row: ClassRow) -> tuple[str, ...]:
@@ -129,6 +131,10 @@ def _total(found: Inspection) -> tuple[str, ...]:
     count = str(sum(row.count for row in found.rows))
     size = format_bytes(sum(row.nbytes for row in found.rows))
     return ("total", "", count, str(weights or "-"), size, bits, str(len(found.container.shards)))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _columns(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> None:

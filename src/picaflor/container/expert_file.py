@@ -59,7 +59,8 @@ def plan_reads(expert: Expert, *, max_gap: int = MAX_GAP_BYTES) -> ExpertReads:
     """The fewest runs that hold all planes of `expert`: spans that touch or lie at most `max_gap` bytes apart merge.
 
     A run starts at a multiple of 64 bytes in the slot. A scale plane (any but a matrix's first) always starts at a
-    multiple of 4: where a merged run would break that, it starts a run of its own.
+    multiple of 4 there, and so does a first plane that does so in the file: where a merged run would break that, the
+    plane starts a run of its own.
     """
     planes = [
         (span, matrix, plane)
@@ -81,8 +82,10 @@ def plan_reads(expert: Expert, *, max_gap: int = MAX_GAP_BYTES) -> ExpertReads:
 
 def _joins(run: _Run, span: Span, plane: int, max_gap: int) -> bool:
     """Whether a span continues a run."""
-    near = span.shard == run.shard and span.offset - run.end <= max_gap
-    return near and (plane == 0 or (span.offset - run.offset) % SCALE_ALIGN_BYTES == 0)
+    if span.shard != run.shard or span.offset - run.end > max_gap:
+        return False
+    free = plane == 0 and span.offset % SCALE_ALIGN_BYTES != 0
+    return free or (span.offset - run.offset) % SCALE_ALIGN_BYTES == 0
 
 
 def _place(built: list[_Run], plane_counts: list[int]) -> ExpertReads:

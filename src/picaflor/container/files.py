@@ -36,7 +36,8 @@ class FileStamp:
 def handle_limit(wanted: int) -> int:
     """How many files may be held open, after raising the soft limit of open files as far as `wanted` needs it.
 
-    Leaves 64 handles for everything else in the process; at least 1, at most `wanted`.
+    Half of the limit, less 64, is left for duplicates of these handles and everything else in the process; at least 1,
+    at most `wanted`.
     """
     try:
         import resource
@@ -45,7 +46,7 @@ def handle_limit(wanted: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
-    need = wanted + _SPARE_HANDLES
+    need = 2 * wanted + _SPARE_HANDLES
     if soft < need:
         target = need if hard == resource.RLIM_INFINITY else min(need, hard)
         try:
@@ -53,7 +54,7 @@ def handle_limit(wanted: int) -> int:
             soft = target
         except (ValueError, OSError):
             pass  # the old limit stays, and the set of handles is smaller
-    return max(1, min(wanted, soft - _SPARE_HANDLES))
+    return max(1, min(wanted, (soft - _SPARE_HANDLES) // 2))
 
 
 def open_regular(path: Path) -> tuple[int, FileStamp]:

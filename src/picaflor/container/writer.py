@@ -54,7 +54,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors that lie together in one shard and are produced together; `starts` aligns each (0: no padding)."""
+    """Tensors that lie together in one shard and are produced together; `starts` aligns each, in bytes."""
 
     specs: tuple[TensorSpec, ...]
     starts: tuple[int, ...]
@@ -148,7 +148,8 @@ class ContainerWriter:
         """Declare one routed expert: per matrix its weight and, where the format has one, its scales.
 
         On disk: the three weights in the order down, gate, up without gaps, from a multiple of 4 KiB; then the three
-        scales in the same order, from a multiple of 64 bytes. `produce` returns all arrays by name.
+        scales in the same order, from a multiple of 64 bytes. Where dtypes are mixed, each starts at a multiple of its
+        own item size. `produce` returns all arrays by name.
         """
         matrices = (down, gate, up)
         if not all(1 <= len(specs) <= 2 for specs in matrices):
@@ -160,8 +161,11 @@ class ContainerWriter:
                 raise BadContainer(
                     f"tensor {show(spec.name)}: routed experts are not stamped, found {show(spec.stamp)}"
                 )
-        starts = [EXPERT_ALIGN_BYTES, 0, 0, TENSOR_ALIGN_BYTES, 0, 0][: len(weights) + len(scales)]
-        self._declare([*weights, *scales], starts, produce)
+        specs = [*weights, *scales]
+        first = {0: EXPERT_ALIGN_BYTES, len(weights): TENSOR_ALIGN_BYTES}
+        # `_declare` refuses an unknown dtype
+        starts = [first.get(place, ITEM_BYTES.get(spec.dtype, 1)) for place, spec in enumerate(specs)]
+        self._declare(specs, starts, produce)
 
     def write(self, *, resume: bool = False, progress: Progress | None = None) -> tuple[Path, ...]:
         """Write all shards and return their paths.
@@ -323,8 +327,7 @@ def _offsets(group: _Group, end: int) -> tuple[tuple[int, ...], int]:
     """Where the group's tensors start behind `end`, and where the last one ends."""
     offsets: list[int] = []
     for spec, align in zip(group.specs, group.starts, strict=True):
-        if align:
-            end = -(-end // align) * align
+        end = -(-end // align) * align
         offsets.append(end)
         end += spec.nbytes
     return tuple(offsets), end

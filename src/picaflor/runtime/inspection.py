@@ -188,7 +188,8 @@ def _absent_tensors(absent: Sequence[str]) -> list[Gap]:
     if not absent:
         return []
     more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-    return [Gap(f"{len(absent)} tensors", f"needed: {', '.join(map(show, absent[:3]))}{more}", True)]
+    count = f"{len(absent)} tensor{'' if len(absent) == 1 else 's'}"
+    return [Gap(count, f"needed: {', '.join(map(show, absent[:3]))}{more}", True)]
 
 
 def _optional_parts(model: Model, values: Mapping[str, Any]) -> list[Gap]:
