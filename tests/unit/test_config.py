@@ -21,6 +21,9 @@ GLM: dict[str, Any] = json.loads((DATA / "tiny_glm_dsa_f32" / "config.json").rea
 QWEN: dict[str, Any] = json.loads((DATA / "qwen3_moe_tiny" / "config.json").read_text())
 
 
+STACKS = r"\.experts\.(gate_up|down)_proj"
+
+
 class Everything:
     """A container that has every tensor but those whose name matches."""
 
@@ -31,7 +34,7 @@ class Everything:
         return self._absent.search(str(name)) is None
 
 
-NO_DRAFT = Everything(r"layers\.4\.|gate_up_proj|experts\.down_proj")
+NO_DRAFT = Everything(r"layers\.4\.|" + STACKS)
 
 
 def build(values: dict[str, Any], tensors: Any = NO_DRAFT, **options: Any) -> Model:
@@ -61,7 +64,7 @@ def test_unknown_keys_are_one_notice_and_an_error_under_strict() -> None:
         seen: list[str] = []
         build(values, notices=Notices(warn=seen.append))
         assert seen == ["config.json: unknown keys are not used: a_new_key, final_logit_softcapping"]
-        with pytest.raises(UnsupportedConfig, match="a_new_key, final_logit_softcapping .*--strict"):
+        with pytest.raises(UnsupportedConfig, match=r"a_new_key, final_logit_softcapping .*--strict"):
             build(values, notices=Notices(strict=True))
 
 
@@ -233,7 +236,7 @@ def test_planes_are_the_compressed_cache() -> None:
 
 
 def test_draft_head_is_used_only_when_complete() -> None:
-    stacked = r"gate_up_proj|experts\.down_proj"
+    stacked = STACKS
     complete = build(GLM, Everything(stacked), notices=Notices(strict=True))
     assert complete.draft is not None
     assert len(list(complete.experts())) == 4 * 8

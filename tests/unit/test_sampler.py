@@ -45,7 +45,7 @@ def test_seed_and_position_both_count_and_nothing_else_does() -> None:
     assert uniform(-1, 0) == uniform(2**64 - 1, 0)
     spread = np.histogram(np.ravel(numbers), bins=10, range=(0, 1))[0]
     assert spread.min() > 150
-    assert 0 <= min(map(min, numbers))
+    assert min(map(min, numbers)) >= 0
     assert max(map(max, numbers)) < 1
 
 
@@ -63,11 +63,11 @@ def test_choice_depends_on_the_position_alone() -> None:
 
 @pytest.mark.parametrize("temperature", [-0.1, 101.0, float("nan"), float("inf")])
 def test_temperature_out_of_range(temperature: float) -> None:
-    with pytest.raises(UsageError, match="temperature is .*; accepted: 0"):
+    with pytest.raises(UsageError, match=r"temperature is .*; accepted: 0"):
         Sampling(temperature=temperature)
 
 
 @pytest.mark.parametrize("top_p", [0.0, 1.01, float("nan")])
 def test_top_p_out_of_range(top_p: float) -> None:
-    with pytest.raises(UsageError, match="top-p is .*; accepted: above 0"):
+    with pytest.raises(UsageError, match=r"top-p is .*; accepted: above 0"):
         Sampling(top_p=top_p)

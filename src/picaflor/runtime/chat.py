@@ -171,6 +171,10 @@ class ChatTemplate:
             raise BadTemplate(f"{self.where}: {_reason(error)}") from error
         return "".join(parts)
 
+    def render_turns(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The turns alone, with no prompt for an answer behind them."""
+        return self.render(messages, add_generation_prompt=False)
+
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())

@@ -61,10 +61,8 @@ class Tokenizer:
         _check_decoder(text, path)
         tokenizer = cls(_parse(text, path), where=str(path))
         largest = max(tokenizer._inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        if largest < 0 or (vocabulary is not None and largest >= vocabulary):
-            raise BadTokenizer(
-                f"{path}: the largest token id is {largest}; the model has ids 0 to {vocabulary or 0} - 1"
-            )
+        if vocabulary is not None and largest >= vocabulary:
+            raise BadTokenizer(f"{path}: the largest token id is {largest}; the model has {vocabulary} ids")
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
