@@ -1,0 +1,163 @@
+"""`eval` and `bench decode` as commands, with a made-up engine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from picaflor.backends.api import I32
+from picaflor.cli.app import run_command_line
+from picaflor.formats.base import F32
+from picaflor.runtime import bench
+from picaflor.settings import Settings
+from picaflor.telemetry.record import Phase, Record
+
+
+class FakeTokenizer:
+    """Bytes are tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+class FakeEngine:
+    """Every token is as likely as any other of 256, but for token 97, which has twice the chance."""
+
+    name = "fake"
+    tokenizer = FakeTokenizer()
+    plan = SimpleNamespace(model=SimpleNamespace(vocabulary=256), backend=SimpleNamespace(isa="scalar", threads=3))
+
+    def __init__(self) -> None:
+        self.replays: list[tuple[list[int], list[int]]] = []
+
+    def forward_logits(self, ids: I32) -> Iterator[F32]:
+        logits = np.zeros((len(ids), 256), np.float32)
+        logits[:, 97] = math.log(2)
+        yield logits
+
+    def decode_replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        self.replays.append((list(prompt), list(tokens)))
+        return [0.5] * len(tokens)
+
+    def bytes_per_token(self) -> dict[str, int]:
+        return {"experts": 3_000_000, "head": 1_000_000}
+
+    def record(self) -> Record:
+        return Record(model="fake", threads=3, isa="scalar", decode=Phase(tokens=4, hits_lru=3, loads=1, read_bytes=80))
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """Stands behind both commands; `opened` has what they asked for."""
+    fake = FakeEngine()
+    fake.opened = []  # type: ignore[attr-defined]
+
+    @contextmanager
+    def open_engine(word: str | None, settings: Settings) -> Iterator[FakeEngine]:
+        fake.opened.append((word, settings))  # type: ignore[attr-defined]
+        yield fake
+
+    class Probe:
+        def __init__(self, *, isa: str, threads: int) -> None:
+            assert (isa, threads) == ("scalar", 3)
+
+        def __call__(self) -> float:
+            return 40e6
+
+    for name in ("eval", "bench_decode"):
+        monkeypatch.setattr(importlib.import_module(f"picaflor.cli.{name}"), "open_engine", open_engine)
+    monkeypatch.setattr(bench, "MemoryProbe", Probe)
+    return fake
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    (tmp_path / "all-a.txt").write_text("a" * 21)
+    (tmp_path / "mixed.txt").write_text("xyz" * 7)
+    return tmp_path
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert run_command_line(arguments) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+def test_eval_as_json(engine: FakeEngine, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run(["eval", "m", "--text", str(texts), "--window", "10", "--json"], capsys)
+    first, second = record["files"]
+    assert (first["name"], first["tokens"], first["windows"]) == ("all-a.txt", 20, 2)
+    assert first["mean_nll"] == pytest.approx(math.log(257 / 2), abs=1e-7)
+    assert first["perplexity"] == pytest.approx(128.5, rel=1e-6)
+    assert second["mean_nll"] == pytest.approx(math.log(257), abs=1e-7)
+    assert (record["model"], record["window"], record["precision"]) == ("fake", 10, "standard")
+    ((word, settings),) = engine.opened  # type: ignore[attr-defined]
+    assert (word, settings.ctx) == ("m", 10)
+
+
+def test_eval_as_a_table(engine: FakeEngine, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["eval", "m", "--text", str(texts / "mixed.txt"), "--window", "4", "--limit", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "fake, windows of 4 tokens"
+    assert lines[2].split()[:4] == ["mixed.txt", "8", "5.54908", "257.0000"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--window", "21"], 1, "all-a.txt: 21 tokens; one window needs 22"),
+        (["--window", "10", "--ctx", "9"], 2, "--ctx 9 is shorter than --window 10"),
+        (["--window", "0"], 2, "--window"),
+    ],
+)
+def test_eval_refusals(
+    engine: FakeEngine,
+    texts: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
+) -> None:
+    assert run_command_line(["eval", "m", "--text", str(texts), *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_eval_without_texts_names_the_option(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command_line(["eval", "m"]) == 2
+    assert "--text" in capsys.readouterr().err
+    assert run_command_line(["eval", "m", "--text", "/nowhere"]) == 2
+    assert "--text /nowhere: no such file or folder" in capsys.readouterr().err
+
+
+def test_bench_decode_as_json(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "decode", "m", "--tokens", "4", "--prompt-tokens", "3", "--repeats", "2", "--json"]
+    record = run([*arguments, "--note", "idle"], capsys)
+    assert (record["kind"], record["version"], record["note"]) == ("bench decode", 1, "idle")
+    assert record["tokens_per_s"] == 2.0
+    assert record["floor_tokens_per_s"] == 10.0
+    assert record["of_floor"] == 0.2
+    assert record["hit_rate"] == 0.75
+    assert record["disk_bytes_per_token"] == 20
+    assert (record["tokens"], record["repeats"], record["prompt_tokens"]) == (4, 2, 3)
+    ids = bench.fixed_tokens(256, 7, 1).tolist()
+    assert engine.replays == [(ids[:3], ids[3:])] * 3
+
+
+def test_bench_decode_feeds_a_text(engine: FakeEngine, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "decode", "m", "--text", str(texts / "mixed.txt"), "--repeats", "1", "--tokens", "2"]
+    assert run_command_line([*arguments, "--prompt-tokens", "1"]) == 0
+    assert engine.replays[0] == ([120], [121, 122])
+    out = capsys.readouterr().out
+    assert "fake: 2.00 tokens/s, median of 1 x 2 tokens" in out
+    assert "floor 10.0 tokens/s, reached 0.20 of it" in out
+    assert run_command_line([*arguments, "--prompt-tokens", "30"]) == 2
+    assert "21 tokens; 32 are needed" in capsys.readouterr().err
