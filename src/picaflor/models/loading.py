@@ -151,11 +151,16 @@ def load_index(
     not name as ignorable stops the load. Raises MissingTensor, BadContainer, UnknownFormat, AmbiguousFormat.
     """
     loader = _Loader(container, TensorNames(container.tensors), merge_rules(container.rules_json), group_size)
-    matrices = {spec.name: loader.matrix(spec) for spec in model.matrices()}
-    vectors = {spec.name: loader.vector(spec) for spec in model.vectors()}
+    matrices: dict[str, Matrix] = {}
+    vectors: dict[str, TensorInfo] = {}
     experts: dict[int, list[Expert]] = {}
-    for spec in model.experts():
-        experts.setdefault(spec.layer, []).append(loader.expert(spec))
+    for part in model.parts():
+        if isinstance(part, MatrixSpec):
+            matrices[part.name] = loader.matrix(part)
+        elif isinstance(part, VectorSpec):
+            vectors[part.name] = loader.vector(part)
+        elif isinstance(part, ExpertSpec):
+            experts.setdefault(part.layer, []).append(loader.expert(part))
     unused = _unused(loader, model)
     for message, names in loader.doubts.items():
         more = f" (so are {len(names) - 1} more tensors)" if len(names) > 1 else ""

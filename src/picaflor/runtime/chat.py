@@ -50,14 +50,13 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with bounds on what products, sums and ranges may build."""
+    """Jinja's sandbox with bounds on what products and sums may build."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        self.steps = 0
-        self.globals.update(range=self._range, raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self.filters["tojson"] = _to_json
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -73,10 +72,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError("text formatting with % is not available in a chat template")
         return super().call_binop(context, operator, left, right)
 
-    def _range(self, *bounds: int) -> range:
+
+class _Loops:
+    """The `range` of one rendering; all of its ranges together have a bounded length."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def range(self, *bounds: int) -> range:
+        """Python's range."""
         steps = range(*bounds)
-        self.steps += len(steps)
-        if self.steps > MAX_LOOP_STEPS:
+        self._steps += len(steps)
+        if self._steps > MAX_LOOP_STEPS:
             raise SecurityError(f"more than {MAX_LOOP_STEPS} loop steps")
         return steps
 
@@ -118,7 +125,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise BadTemplate(f"{where}: {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are read")
         try:
-            _Sandbox().from_string(source)
+            self._template = _Sandbox().from_string(source)
         except _FAULTS as error:
             raise BadTemplate(f"{where}: not a usable template: {_reason(error)}") from error
 
@@ -158,11 +165,11 @@ class ChatTemplate:
         """
         names = {**self._tokens, **(variables or {})}
         names.update(messages=list(messages), tools=list(tools) if tools else None)
-        names["add_generation_prompt"] = add_generation_prompt
+        names.update(add_generation_prompt=add_generation_prompt, range=_Loops().range)
         parts: list[str] = []
         size = 0
         try:
-            for part in _Sandbox().from_string(self.source).generate(names):
+            for part in self._template.generate(names):
                 size += len(part)
                 if size > MAX_OUTPUT_CHARS:
                     raise SecurityError(f"more than {MAX_OUTPUT_CHARS} characters of output")
