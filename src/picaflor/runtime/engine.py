@@ -130,7 +130,7 @@ class Engine:
                 self.tokenizer,
                 self.plan.container.config(),
                 self.plan.container.side_json("generation_config.json"),
-                render=self.chat_template.render if self.chat_template is not None else None,
+                render=self.chat_template.render_turns if self.chat_template is not None else None,
                 vocabulary=self.plan.model.vocabulary,
             )
         return self._stops
