@@ -318,3 +318,53 @@ def test_cache_page_formats() -> None:
     assert (f32.name, f32.dtype, f32.bytes_per_value) == ("f32", np.dtype(np.float32), 4.0)
     with pytest.raises(UnknownFormat, match=r"unknown cache page format 'fp8'; known: f32"):
         kv_formats.get("fp8")
+
+
+def test_codes_come_from_a_division() -> None:
+    """Ties go to even after w / s; multiplying by 1 / s would send some of them elsewhere."""
+    encoder = REGISTRY["int4-row"].encode
+    assert encoder is not None
+    steps = np.arange(1, 200, dtype=np.float32)
+    halves = np.array([7, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5], dtype=np.float32)
+    codes, scales = planes = encoder(steps[:, None] * halves, 0)
+    np.testing.assert_array_equal(scales, steps)
+    decoded = REGISTRY["int4-row"].decode(planes, 199, 8, 0) / steps[:, None]
+    np.testing.assert_array_equal(decoded, np.tile(np.float32([7, 0, 2, 2, 4, 4, 6, 6]), (199, 1)))
+    assert codes.shape == (199, 4)
+
+
+def slow_e8_block(values: Any) -> tuple[list[int], list[int]]:
+    """Lattice rows and scale codes of one rotated super-block, by trying everything one by one."""
+    grid = e8_iq3.GRID.astype(np.float32) / np.float32(2)
+    norms = (grid * grid).sum(axis=1)
+    order = np.lexsort((np.arange(256), norms))
+    scale = np.float32(np.float16(np.sqrt(np.mean(values * values, dtype=np.float32)) / np.float32(20) + 1e-12))
+    indices, codes = [], []
+    for part in np.abs(values).reshape(8, 8, 4):
+        best: tuple[float, int, list[int]] | None = None
+        for code in range(16):
+            db = scale * np.float32(0.5 + code) * np.float32(0.5)
+            rows = [int(order[np.argmin((db * norms - np.float32(2) * (grid @ m))[order])]) for m in part]
+            error = float(((part - db * grid[rows]) ** 2).sum(dtype=np.float64))
+            if best is None or error < best[0]:
+                best = (error, code, rows)
+        assert best is not None
+        codes.append(best[1])
+        indices += best[2]
+    return indices, codes
+
+
+@pytest.mark.parametrize("kind", ["integers", "ones and a spike", "zeros", "normal"])
+def test_e8_encoder_equals_trying_everything(kind: str) -> None:
+    """Whole numbers make many lattice rows equally good: the first of the smallest norm is taken."""
+    rng = np.random.default_rng(21)
+    values = {
+        "integers": rng.integers(-3, 4, size=256),
+        "ones and a spike": np.concatenate([np.ones(255), [40]]),
+        "zeros": np.zeros(256),
+        "normal": rng.standard_normal(256),
+    }[kind].astype(np.float32)
+    block = e8_iq3._encode_blocks(values[None], closer=False)[0]
+    indices, codes = slow_e8_block(values)
+    assert block[:64].tolist() == indices
+    assert (block[64:96].view("<u4") >> 28).tolist() == codes
