@@ -226,6 +226,15 @@ def test_what_an_interrupted_run_with_other_options_left_is_not_used(
     assert not (tmp_path / "out" / converter.STATE).exists()
 
 
+def test_a_second_conversion_into_the_same_place_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with converter._locked(tmp_path / ".out.partial"):
+        with pytest.raises(UsageError, match="another conversion is at work there"):
+            convert(checkpoint, tmp_path / "out")
+        assert [path.name for path in (tmp_path / ".out.partial").iterdir()] == [converter.LOCK]
+    convert(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out" / converter.LOCK).exists()
+
+
 def test_a_stale_temporary_file_is_cleaned_away(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +270,7 @@ def test_too_little_room_is_said_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
     with pytest.raises(WriteFailed, match=r"out: \d+ bytes needed, 5 bytes free"):
         convert(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.rglob("*.safetensors*"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_and_missing_tensors_stop_the_conversion_before_writing(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,8 +33,15 @@ from picaflor.models.config import Notices
 from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
 from picaflor.models.loading import ModelIndex, open_model
 
+try:
+    import fcntl
+except ImportError:  # a system without flock: two conversions into one directory are then not told apart
+    fcntl = None  # type: ignore[assignment]
+
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 STATE = "convert-state.json"
+LOCK = "convert-lock"
+SHARDS = "model-*.safetensors"
 _STATE_VERSION = 1
 # Room that the file system needs besides the tensors: headers, padding, side files.
 _SPARE_BYTES = 64 << 20
@@ -150,10 +158,20 @@ class _Job:
     def write(self, out: Path, quality: Quality, free: int, progress: Progress | None) -> None:
         """Write everything beside `out`, check it, and give it its name."""
         work = out.parent / f".{out.name}.partial"
-        done = self._prepare(work)
-        needed = self.plan.nbytes + _SPARE_BYTES - done
+        earlier = sum(path.stat().st_size for path in work.glob(SHARDS))
+        needed = self.plan.nbytes + _SPARE_BYTES - earlier
         if free < needed:
             raise WriteFailed(f"{show_path(out)}: {needed} bytes needed, {free} bytes free on this disk")
+        with _locked(work):
+            self._write_into(work, quality, progress)
+            try:
+                os.rename(work, out)
+            except OSError as error:
+                raise WriteFailed(f"{show_path(out)}: cannot be named: {error.strerror}; it is in {work}") from error
+
+    def _write_into(self, work: Path, quality: Quality, progress: Progress | None) -> None:
+        """Write and check everything in the working directory; only what belongs to the result is left there."""
+        self._prepare(work)
         writer = ContainerWriter(
             work,
             max_shard_bytes=self._options.shard_bytes,
@@ -169,24 +187,19 @@ class _Job:
         self._write_side_files(work)
         check_formats(work, self.plan)
         (work / STATE).unlink()
-        try:
-            os.rename(work, out)
-        except OSError as error:
-            raise WriteFailed(f"{show_path(out)}: cannot be named: {error.strerror}; it is in {work}") from error
+        (work / LOCK).unlink()
 
-    def _prepare(self, work: Path) -> int:
-        """Make the working directory, or keep that of an earlier run with the same state. Returns its bytes."""
+    def _prepare(self, work: Path) -> None:
+        """Keep the shards of an earlier run with the same state, remove everything else."""
         state = json.dumps(self._state(), sort_keys=True)
         try:
-            if work.exists() and _read(work / STATE) != state:
-                shutil.rmtree(work)
-            work.mkdir(parents=True, exist_ok=True)
-            for stale in work.glob(".*.tmp-*"):
-                stale.unlink()
+            keep = _read(work / STATE) == state
+            for path in work.iterdir():
+                if path.name != LOCK and not (keep and path.match(SHARDS)):
+                    path.unlink()
             (work / STATE).write_text(state, encoding="utf-8")
         except OSError as error:
             raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
-        return sum(path.stat().st_size for path in work.glob("*.safetensors"))
 
     def _state(self) -> dict[str, Any]:
         """What must be equal for a later run to go on: the source's files and all that shapes the result."""
@@ -242,6 +255,25 @@ def check_formats(directory: Path, plan: Plan) -> None:
                     f"{show_path(directory)}: tensor {planned.spec.name} reads as {found.format}, group size "
                     f"{found.group_size}; written as {planned.choice.format}, {planned.choice.group_size}"
                 )
+
+
+@contextmanager
+def _locked(work: Path) -> Iterator[None]:
+    """Make the working directory and hold it for this process. Raises UsageError where another one holds it."""
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        handle = os.open(work / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{show_path(work)}: another conversion is at work there; wait, or stop it") from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _check_target(source: Path, out: Path) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from picaflor import formats
 from picaflor.errors import UsageError
-from picaflor.formats.base import Format
 from picaflor.models.base import Kind
 
 DEFAULT_FORMAT = "int4-grouped"
@@ -83,8 +82,3 @@ class Policy:
                 return self.indexer
             case "attention" | "kv_b" | "dense" | "shared":
                 return self.resident
-
-    @property
-    def expert_format(self) -> Format:
-        """The format of the routed experts."""
-        return formats.get(self.experts)
