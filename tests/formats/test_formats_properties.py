@@ -329,7 +329,7 @@ def test_codes_come_from_a_division() -> None:
     codes, scales = planes = encoder(steps[:, None] * halves, 0)
     np.testing.assert_array_equal(scales, steps)
     decoded = REGISTRY["int4-row"].decode(planes, 199, 8, 0) / steps[:, None]
-    np.testing.assert_array_equal(decoded, np.tile(np.float32([7, 0, 2, 2, 4, 4, 6, 6]), (199, 1)))
+    np.testing.assert_array_equal(decoded, np.tile([7, 0, 2, 2, 4, 4, 6, 6], (199, 1)))
     assert codes.shape == (199, 4)
 
 
