@@ -18,7 +18,6 @@ from safetensors.numpy import load_file, save_file
 from picaflor.backends.api import Backend, Batch, Vector, Weight
 from picaflor.backends.reference import MemoryExperts, ReferenceBackend, allocate
 from picaflor.container.index import Container
-from picaflor.formats import get
 from picaflor.models.base import DraftForward, Forward, Scope
 from picaflor.models.config import Notices
 from picaflor.models.loading import open_model
@@ -105,10 +104,7 @@ class TestModel:
 
     def _weight(self, backend: Backend, container: Container, name: str) -> Weight:
         matrix = self.index.matrices[name]
-        kinds = get(matrix.format).planes
-        raw = read_planes(container, matrix.spans)
-        sizes = (matrix.rows, matrix.cols, matrix.group_size)
-        planes = [part.view(kind.dtype).reshape(kind.shape(*sizes)) for part, kind in zip(raw, kinds, strict=True)]
+        planes = read_planes(container, matrix.spans)
         return backend.weight(name, matrix.format, (matrix.rows, matrix.cols), matrix.group_size, planes)
 
     def matrix(self, name: str) -> Weight:

@@ -186,6 +186,19 @@ def test_recorder_refuses_what_does_not_fit() -> None:
         BACKEND.weight("w", "int5", (4, 4), 0, [])
 
 
+def test_rotated_matrices_are_refused_where_single_rows_are_needed() -> None:
+    planes = [np.zeros(256 * 98, dtype=np.uint8), np.full(1, 6.0, dtype=np.float32)]
+    weight = BACKEND.weight("kv_b", "e8-iq3-lattice", (256, 256), 0, planes)
+    made = recorder()
+    wide = made.rows(256)
+    with pytest.raises(UnsupportedKernel, match="embed with kv_b in e8-iq3-lattice; accepted: f32, bf16"):
+        made.embed(weight, wide)
+    latent, rope_key = made.kv_plane(0, "latent", 256), made.kv_plane(0, "rope_key", 2)
+    kind = MLA(weight, latent, rope_key, heads=16, nope=8, rope=2, value=8, scale=1.0)
+    with pytest.raises(UnsupportedKernel, match="absorbed attention with kv_b in e8-iq3-lattice"):
+        made.attention(made.rows(160), made.rows(128), kind=kind)
+
+
 def test_sampling_rules() -> None:
     logits = np.log(np.array([0.1, 0.5, 0.1, 0.3], dtype=np.float32))
 

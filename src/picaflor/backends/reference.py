@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -50,12 +51,22 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     return raw[start : start + nbytes]
 
 
-@dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A decoded matrix; `rotated`: x must be rotated before the product."""
+    """A matrix that is decoded when it is first used: its bytes may come after it was bound."""
 
-    values: F64
-    rotated: bool
+    def __init__(self, format_name: str, rows: int, cols: int, group_size: int, planes: Sequence[NDArray[Any]]) -> None:
+        spec = REGISTRY.get(format_name)
+        if spec is None:
+            raise UnsupportedKernel(f'reference: format "{format_name}"; accepted: {", ".join(REGISTRY)}')
+        self._format = spec
+        self._sizes = (rows, cols, group_size)
+        self._planes = tuple(planes)
+        self.rotated = spec.activation.rotated
+
+    @cached_property
+    def values(self) -> F64:
+        """The matrix as it is stored: for a rotated format x must be rotated before the product."""
+        return self._format.decode(self._planes, *self._sizes).astype(np.float64)
 
     def apply(self, x: F64) -> F64:
         """x @ W.T."""
@@ -76,14 +87,6 @@ def rotate(x: F64) -> F64:
             stride *= 2
         out[..., start : start + size] = part / np.sqrt(size)
     return out
-
-
-def _decode(format_name: str, rows: int, cols: int, group_size: int, planes: Sequence[NDArray[Any]]) -> _Matrix:
-    spec = REGISTRY.get(format_name)
-    if spec is None:
-        raise UnsupportedKernel(f'reference: format "{format_name}"; accepted: {", ".join(REGISTRY)}')
-    values = spec.decode(tuple(planes), rows, cols, group_size).astype(np.float64)
-    return _Matrix(values, spec.activation.rotated)
 
 
 def sigmoid(x: F64) -> F64:
@@ -244,14 +247,14 @@ class ReferenceRecorder:
     def embed(self, table: Weight, out: Rows) -> None:
         """out = table[token], zeros for a token outside the table."""
         _check(out.width == table.cols, f"{table.name} into {out.width}")
-        values = table.handle.values
+        _refuse_rotated(table, "embed")
 
         def operation(run: _Run, count: int) -> None:
+            values = table.handle.values
             tokens = run.batch.tokens
             known = (tokens >= 0) & (tokens < table.rows)
             _part(out, count)[:] = np.where(known[:, None], values[np.where(known, tokens, 0)], 0.0)
 
-        _check(not table.handle.rotated, f"{table.name}: rows of a rotated matrix are no embeddings")
         self._record("other", operation)
 
     def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
@@ -369,6 +372,8 @@ class ReferenceRecorder:
         width = kind.heads * (kind.nope + kind.rope if isinstance(kind, MLA) else kind.head_dim)
         _check(q.width == width, f"attention of {q.width} wide queries, expected {width}")
         _check(not _overlap(q, out), "attention: out aliases q")
+        if isinstance(kind, MLA):
+            _refuse_rotated(kind.kv_b, "absorbed attention")
 
         def operation(run: _Run, count: int) -> None:
             result = _part(out, count)
@@ -444,6 +449,13 @@ def _check(good: bool, what: str) -> None:
         raise ValueError(f"reference recorder: {what}")
 
 
+def _refuse_rotated(weight: Weight, operation: str) -> None:
+    """An operation that takes single rows of a matrix cannot take rotated ones."""
+    if weight.handle.rotated:
+        accepted = ", ".join(name for name, spec in REGISTRY.items() if not spec.activation.rotated)
+        raise UnsupportedKernel(f"reference: {operation} with {weight.name} in {weight.format}; accepted: {accepted}")
+
+
 def _overlap(first: Rows, second: Rows) -> bool:
     return bool(
         first.handle is second.handle
@@ -490,7 +502,7 @@ def _slot_matrix(slot: NDArray[np.uint8], layout: MatrixLayout) -> _Matrix:
     planes = [
         slot[offset : offset + plane.nbytes(*sizes)] for plane, offset in zip(spec.planes, layout.offsets, strict=True)
     ]
-    return _decode(layout.format, *sizes, planes)
+    return _Matrix(layout.format, *sizes, planes)
 
 
 class MemoryExperts:
@@ -555,9 +567,10 @@ class ReferenceBackend:
     def weight(
         self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
     ) -> Weight:
-        """Hold a matrix, decoded to float64. Raises UnsupportedKernel for a format that is not in the registry."""
+        """Hold a matrix, decoded to float64 when it is first used. Raises UnsupportedKernel for an unknown format."""
         rows, cols = shape
-        return Weight(name, format_name, rows, cols, group_size, _decode(format_name, rows, cols, group_size, planes))
+        handle = _Matrix(format_name, rows, cols, group_size, planes)
+        return Weight(name, format_name, rows, cols, group_size, handle)
 
     def vector(self, name: str, values: F32) -> Vector:
         """Hold a parameter vector."""
