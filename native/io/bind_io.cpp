@@ -36,7 +36,6 @@ std::uint64_t submit(ReadPool& pool, const Runs& runs, const Int64s& bounds, con
     }
   }
   const std::span<const std::int64_t> all(bounds.data(), jobs + 1);
-  const nb::gil_scoped_release release;
   return pool.submit(list, all, demand);
 }
 

@@ -149,7 +149,7 @@ std::uint64_t ReadPool::submit(std::span<const ReadRun> runs, std::span<const st
     throw std::invalid_argument("the bounds of the jobs do not ascend from 0 to the number of runs");
   }
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   if (s.closed) throw std::runtime_error("the read pool is closed");
   s.start(threads_, read_);
   const std::uint64_t first = s.next;
@@ -161,7 +161,10 @@ std::uint64_t ReadPool::submit(std::span<const ReadRun> runs, std::span<const st
     job.result.ticket = ticket;
     (demand ? s.demand : s.ahead).push_back(ticket);
   }
-  s.work.notify_all();
+  // Only as many threads wake as there are jobs, and none of them into a held mutex: the caller goes on computing.
+  const std::size_t wake = std::min(bounds.size() - 1, s.workers.size());
+  lock.unlock();
+  for (std::size_t i = 0; i < wake; ++i) s.work.notify_one();
   return first;
 }
 

@@ -98,6 +98,8 @@ def test_cgroup_v2_nested_takes_the_tightest_level(tmp_path: Path) -> None:
     assert "user.slice/memory.max: 88% of 4 GiB less 2.75 GiB used" in found.detail
     tree(tmp_path, {"cg/user.slice/app/memory.max": f"{2 * GIB}"})
     assert sources(tmp_path)["cgroup"].nbytes == share(1 * GIB)
+    tree(tmp_path, {"cg/user.slice/memory.current": f"{4 * GIB}"})  # now the level above is the tightest
+    assert sources(tmp_path)["cgroup"].nbytes == share(256 * MIB)
     tree(tmp_path, {"cg/user.slice/app/memory.current": f"{3 * GIB}"})
     assert sources(tmp_path)["cgroup"].nbytes == HELD  # over its limit: nothing is free, but what we hold we hold
 

@@ -89,6 +89,20 @@ def test_arena_slots(nbytes: int) -> None:
         arena.address(0)
 
 
+def test_arena_is_private_memory() -> None:
+    """Shared mappings would count as shared memory and get no large pages."""
+    arena = Arena(2, 1 << 20)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if first <= arena.base < last:
+            assert line.split()[1] == "rw-p"
+            assert line.split()[4] == "0"  # no file
+            break
+    else:
+        pytest.fail("the arena is in no mapping")
+    arena.close()
+
+
 def test_empty_and_impossible_arenas() -> None:
     empty = Arena(0, 1 << 20)
     assert (empty.nbytes, empty.base) == (0, 0)

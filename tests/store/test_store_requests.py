@@ -352,6 +352,32 @@ def test_interrupt_while_waiting_loses_no_read(model: Model) -> None:
     assert idle(store)
 
 
+def test_file_that_cannot_be_opened_takes_no_slot(model: Model) -> None:
+    """The first shard is open already; the descriptor of the second is refused in the same request."""
+    pool = FakePool()
+    store = make_store(model, pool, slots=3)
+    run(store, model, 3, 0)
+    model.container.close()
+    with pytest.raises(ReadFailed, match=r"model-00002.*the container was closed"):
+        run(store, model, 3, 2, 1)
+    assert pool.jobs == {}
+    assert store._residency.free_slots("layer 3") == 2
+    assert store._reader._descriptors._users == {0: 0}
+    assert idle(store)
+    run(store, model, 3, 0, 2, 4)
+
+
+def test_working_set_gives_up_the_least_recently_used(model: Model) -> None:
+    store = make_store(model, FakePool(), slots=1, working_slots=3)
+    with store.acquire(3, ids(5)) as lease:  # holds the layer's slot, so that the others go to the working set
+        list(lease.batches())
+        for expert in (0, 1, 2, 0):
+            run(store, model, 3, expert)
+        run(store, model, 3, 3)
+        assert store.resident(3) == [0, 2, 3, 5]
+    assert store.counters.layers[3].lru == 1
+
+
 def test_preload_that_fails(model: Model) -> None:
     place = model.files().place(ExpertKey(4, 4))
     pool = FakePool(fault=lambda fd, offset, nbytes: (Status.SHORT, 0, 3) if offset == place[1] else None)

@@ -20,6 +20,8 @@ from picaflor.store.types import Copy, ExpertKey, State, Tier
 class Event(Enum):
     """What can happen to a copy."""
 
+    __hash__ = object.__hash__  # members are looked up many times a token; Enum's own hash is Python code
+
     LOADED = "loaded"
     FAILED = "failed"
     ACQUIRE = "acquire"

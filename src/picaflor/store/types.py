@@ -34,6 +34,8 @@ class ExpertKey(NamedTuple):
 class State(Enum):
     """What may be done with a copy. `GONE` is final: a later copy of the same expert is another object."""
 
+    __hash__ = object.__hash__  # members are looked up many times a token; Enum's own hash is Python code
+
     LOADING = "loading"
     READY = "ready"
     IN_USE = "in use"
