@@ -18,6 +18,7 @@ from picaflor.container.writer import ContainerWriter, TensorSpec
 from picaflor.formats import REGISTRY
 from picaflor.formats.rules import FormatRule, FormatRules
 from picaflor.models.base import ExpertSpec, MatrixSpec, VectorSpec, build_model
+from picaflor.runtime import inspection_deep
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -217,6 +218,61 @@ def test_deep_finds_what_is_rotten(
     assert code == 1
     assert f"bad: {path}: {name}: 1 " in out
     assert "1 tensor with bad values" in out
+
+
+def test_deep_counts_over_pieces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection_deep, "CHUNK_BYTES", 784)
+    write_model(tmp_path)
+    with Container.open(tmp_path) as container:
+        info = container.require("lm_head.weight")
+        path = container.shards[0].path
+    with path.open("r+b") as file:
+        for at in (1000, 1001, 5000):
+            file.seek(info.offset + at)
+            file.write(b"\x7f")
+    _, found = record(tmp_path, capsys, "--deep")
+    (finding,) = found["findings"]
+    assert (finding["count"], finding["first"]) == (3, 1000)
+
+
+def write_stacked(folder: Path) -> None:
+    """A float model with a tied head and its experts in two stacked tensors; one weight of an up matrix is NaN."""
+    config = {**CONFIG, "tie_word_embeddings": True}
+    model = build_model(config, _All())
+    writer = ContainerWriter(folder)
+    stacks = {
+        name: np.zeros((3, rows, cols), np.float32) for name, rows, cols in (("gate_up", 160, 128), ("down", 128, 80))
+    }
+    for part in model.parts():
+        if isinstance(part, VectorSpec):
+            writer.add(part.name, "F32", [part.length], np.ones(part.length, np.float32))
+        elif isinstance(part, MatrixSpec) and part.kind != "head":
+            writer.add(part.name, "F32", [part.rows, part.cols], np.ones((part.rows, part.cols), np.float32))
+    stacks["gate_up"][1, 80 + 3, 5] = np.nan
+    for name, array in stacks.items():
+        writer.add(f"model.layers.1.mlp.experts.{name}_proj", "F32", array.shape, array)
+    writer.write()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_stacked_experts_and_a_tied_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_stacked(tmp_path)
+    code, found = record(tmp_path, capsys, "--deep", "--tensors")
+    assert code == 1
+    assert found["loads"] is True
+    by_class = {row["class"]: row for row in found["classes"]}
+    assert "head" not in by_class
+    assert (by_class["embedding"]["count"], by_class["embedding"]["bytes"]) == (1, 50 * 128 * 4)
+    assert (by_class["routed experts"]["count"], by_class["routed experts"]["weights"]) == (9, 9 * 80 * 128)
+    (finding,) = found["findings"]
+    assert finding["tensor"] == (
+        "model.layers.1.mlp.experts.gate_up_proj (model.layers.1.mlp.experts.1.up_proj.weight)"
+    )
+    assert (finding["count"], finding["first"]) == (1, 3 * 128 + 5)
+    listed = {entry["name"]: entry["format"] for entry in found["tensor_list"]}
+    assert listed["model.layers.1.mlp.experts.down_proj"] == "f32"
 
 
 def test_missing_shard_is_named_and_the_rest_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,13 @@ def test_values_are_widened_exactly(tmp_path: Path) -> None:
         info = container.require("half")
         container.read_into(Span(info.shard, info.offset + 2, 6), memoryview(view))
         assert view == half.tobytes()[2:8]
-        with pytest.raises(ValueError, match="read of 10 bytes into a view of 6"):
-            container.read_into(info, memoryview(view))
+        for wrong in (6, 11):
+            with pytest.raises(ValueError, match=f"read of 10 bytes into a view of {wrong}"):
+                container.read_into(info, memoryview(bytearray(wrong)))
+        end = container.shards[0].nbytes
+        for offset in (end - 2, end + 10, -4):
+            with pytest.raises(BadContainer, match=r"a\.safetensors: bytes \[.*\) are outside the file of \d+ bytes"):
+                container.read(Span(0, offset, 4))
 
 
 def test_padding_is_left_out(tmp_path: Path) -> None:
