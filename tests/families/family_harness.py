@@ -30,13 +30,19 @@ Tensors = dict[str, NDArray[Any]]
 
 
 def rewrite(
-    source: Path, target: Path, change: Callable[[Tensors], Tensors], *, config: Mapping[str, Any] | None = None
+    source: Path,
+    target: Path,
+    change: Callable[[Tensors], Tensors],
+    *,
+    config: Mapping[str, Any] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> Path:
-    """Copy a container with changed tensors and config fields; a field of None is removed."""
+    """Copy a container with changed tensors and config fields (a field of None is removed) and other metadata."""
     tensors: Tensors = {}
     for shard in sorted(source.glob("*.safetensors")):
         tensors.update(load_file(shard))
-    save_file({name: np.ascontiguousarray(array) for name, array in change(tensors).items()}, target / "a.safetensors")
+    kept_tensors = {name: np.ascontiguousarray(array) for name, array in change(tensors).items()}
+    save_file(kept_tensors, target / "a.safetensors", metadata=metadata)
     values = {**json.loads((source / "config.json").read_text()), **(config or {})}
     kept = {name: value for name, value in values.items() if value is not None}
     (target / "config.json").write_text(json.dumps(kept))

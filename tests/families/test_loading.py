@@ -21,6 +21,7 @@ from picaflor.models.loading import open_model
 
 QWEN = DATA / "qwen3_moe_tiny"
 INT4 = DATA / "tiny_glm_int4g64"
+FP8 = DATA / "tiny_glm_fp8_experts"
 DSA = DATA / "tiny_glm_dsa_f32"
 IDS = list(range(3, 30))
 
@@ -64,6 +65,19 @@ def test_stacked_float_experts_give_the_same_logits(tmp_path: Path, layers: tupl
 def test_stacked_quantized_experts_give_the_same_logits(tmp_path: Path, layers: tuple[int, ...]) -> None:
     rewrite(INT4, tmp_path, lambda tensors: stack(tensors, layers, ("", ".qs")))
     assert (logits(tmp_path) == logits(INT4)).all()
+
+
+def test_block_scales_under_the_checkpoints_own_name(tmp_path: Path) -> None:
+    def rename(tensors: Tensors) -> Tensors:
+        return {
+            name.replace(".weight.qs", ".weight_scale_inv") if "experts" in name else name: array
+            for name, array in tensors.items()
+        }
+
+    rewrite(FP8, tmp_path, rename)
+    assert (logits(tmp_path) == logits(FP8)).all()
+    rewrite(FP8, tmp_path, lambda tensors: {**tensors, **rename(tensors)})
+    assert "two scale tensors" in refusal(tmp_path)
 
 
 def test_a_stack_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -183,6 +197,28 @@ def test_group_size_guesses_are_one_notice_per_shape() -> None:
     assert len(guessed.messages) == 4
     assert all("64" in message and "96" in message for message in guessed.messages)
     assert index.experts[3][0].gate.group_size == 64
+
+
+def test_stamps_are_witnesses_for_resident_tensors_only(tmp_path: Path) -> None:
+    resident, routed = "model.layers.0.self_attn.o_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"
+    rewrite(INT4, tmp_path, dict, metadata={"colibri.fmt": json.dumps({resident: "int8-row"})})
+    assert f"{resident}: stamped int8-row, but read as int4-grouped" in refusal(tmp_path)
+    rewrite(INT4, tmp_path, dict, metadata={"colibri.fmt": json.dumps({routed: "int8-row"})})
+    assert (logits(tmp_path) == logits(INT4)).all()
+
+
+def test_format_rules_are_believed_and_checked(tmp_path: Path) -> None:
+    def rules(group_size: int) -> dict[str, str]:
+        entry = {"pattern": "*.experts.*_proj.weight", "format": "int4-grouped", "group_size": group_size}
+        return {"picaflor.formats": json.dumps({"version": 1, "rules": [entry]})}
+
+    rewrite(INT4, tmp_path, dict, metadata=rules(96))
+    with Container.open(tmp_path) as container:
+        _, index = open_model(container)
+    assert index.experts[3][0].gate.group_size == 96
+    assert index.matrices["model.layers.3.mlp.shared_experts.gate_proj.weight"].group_size == 64
+    rewrite(INT4, tmp_path, dict, metadata=rules(32))
+    assert "model.layers.3.mlp.experts.0.gate_proj.weight" in refusal(tmp_path)
 
 
 def test_config_that_is_missing_names_what_is_needed(tmp_path: Path) -> None:

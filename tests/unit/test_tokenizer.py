@@ -197,7 +197,7 @@ def test_end_tokens_that_are_no_ids(value: object) -> None:
 
 def test_role_markers_of_a_template_that_opens_turns(tokenizer: Tokenizer) -> None:
     def render(messages: Sequence[Mapping[str, Any]]) -> str:
-        marks = {"user": "<|user|>\n", "assistant": "<|assistant|><think></think>\n", "tool": "<|observation|>"}
+        marks = {"user": "<|user|>\n", "assistant": "<|assistant|><think></think><mark é>\n", "tool": "<|observation|>"}
         if messages[0]["role"] == "system":
             raise BadTemplate("no system turn here")
         return "<mark é>" + "".join(marks[turn["role"]] + turn["content"] for turn in messages)
