@@ -1,6 +1,10 @@
-// How activations are prepared for each format: one row of a table, the same for every instruction set.
-// Must not know arithmetic.
+// What is the same for every instruction set: sizes, checks, how activations are prepared, which tables this machine
+// runs. Must not know arithmetic.
 #include "cpu/kernels.h"
+
+#include <algorithm>
+#include <iterator>
+#include <stdexcept>
 
 #include "cpu/kernels_layout.h"
 
@@ -16,6 +20,88 @@ XSpec x_spec(const Weight& weight, int32_t planes) {
                        weight.format == FormatId::mxfp4;
   return {planes, group, kActivationRotated[index], nibbles ? XLayout::nibbles : XLayout::natural, weight.cols};
 }
+
+void check_weight(const Weight& w) {
+  const auto format = static_cast<int32_t>(w.format);
+  if (format < 0 || format >= kFormatCount) {
+    throw std::invalid_argument("weight format number " + std::to_string(format) + " is not one of 0 to " +
+                                std::to_string(kFormatCount - 1));
+  }
+  const std::string name = std::string("weight of format ") + kFormatNames[format];
+  constexpr int64_t kLargest = int64_t{1} << 31;
+  if (w.rows <= 0 || w.cols <= 0 || w.rows >= kLargest || w.cols >= kLargest) {
+    throw std::invalid_argument(name + " has shape [" + std::to_string(w.rows) + ", " + std::to_string(w.cols) +
+                                "]; both must be positive and below 2^31");
+  }
+  const bool legal =
+      std::find(std::begin(kInt4GroupSizes), std::end(kInt4GroupSizes), w.group) != std::end(kInt4GroupSizes);
+  if (w.format == FormatId::int4_grouped && !legal) {
+    throw std::invalid_argument(name + " has group size " + std::to_string(w.group) +
+                                "; legal are 16, 32, 48, 64, 96, 128, 192, 256");
+  }
+  if (w.codes == nullptr || (scale_row_bytes(w) > 0 && w.scales == nullptr)) {
+    throw std::invalid_argument(name + " lacks a plane");
+  }
+}
+
+int64_t plane_bytes(const Weight& w, int plane) {
+  if (plane == 0) {
+    return w.rows * row_bytes(w);
+  }
+  const int64_t rows = w.format == FormatId::fp8_b128 ? groups_of(w.rows, kFp8Block) : w.rows;
+  return rows * scale_row_bytes(w);
+}
+
+namespace {
+
+bool cpu_has(const std::string& isa) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("bmi2");
+  if (isa == "avx2") {
+    return avx2;
+  }
+  if (isa == "avx512") {
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+  }
+#endif
+  return isa == "scalar";
+}
+
+}  // namespace
+
+std::vector<std::string> kernel_isas() {
+  std::vector<std::string> found;
+  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels()}) {
+    if (table != nullptr && cpu_has(table->isa)) {
+      found.emplace_back(table->isa);
+    }
+  }
+  return found;
+}
+
+const KernelTable* kernels_for(const std::string& isa) {
+  const std::vector<std::string> known = kernel_isas();
+  const std::string wanted = isa == "auto" ? known.back() : isa;
+  std::string names;
+  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels()}) {
+    if (table == nullptr || !cpu_has(table->isa)) {
+      continue;
+    }
+    if (wanted == table->isa) {
+      return table;
+    }
+    names += names.empty() ? table->isa : std::string(", ") + table->isa;
+  }
+  throw std::invalid_argument("instruction set " + isa + " is not available; this build on this machine has: " + names);
+}
+
+#if !defined(__x86_64__)
+const KernelTable* avx2_kernels() { return nullptr; }
+const KernelTable* avx512_kernels() { return nullptr; }
+#endif
 
 int64_t x_stride(const XSpec& spec) { return XView(spec).stride; }
 

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "cpu/weight.h"
 
@@ -45,6 +47,18 @@ struct KernelTable {
   // out[i] = fma(factor, x[i], out[i]).
   void (*add_scaled)(float factor, const float* x, float* out, int64_t n);
 };
+
+// Throws std::invalid_argument where format, shape, group size or addresses cannot be a matrix.
+void check_weight(const Weight& weight);
+
+// Exact bytes of a plane (0 codes, 1 scales) as the kernels read it.
+int64_t plane_bytes(const Weight& weight, int plane);
+
+// The instruction sets that this build has and this machine runs, slowest first.
+std::vector<std::string> kernel_isas();
+
+// The table of one of them; "auto" is the fastest. Throws std::invalid_argument naming what there is.
+const KernelTable* kernels_for(const std::string& isa);
 
 const KernelTable* scalar_kernels();
 const KernelTable* avx2_kernels();   // null where this build has none

@@ -138,7 +138,7 @@ inline void prepare_digits(const XSpec& spec, const XView& view, const float* x,
   auto* scales = reinterpret_cast<float*>(out);
   auto* sums = reinterpret_cast<int32_t*>(out + view.sums);
   auto* digits = reinterpret_cast<int8_t*>(out + view.digits);
-  std::memset(digits, 0, static_cast<size_t>(view.rotated - view.digits));
+  std::memset(out, 0, static_cast<size_t>(view.stride));  // also what is behind the last group and input
   alignas(64) float padded[kMaxGroup];
   for (int64_t g = 0; g < view.groups; ++g) {
     const int64_t begin = g * spec.group;

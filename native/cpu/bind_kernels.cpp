@@ -1,0 +1,187 @@
+// Python's view of the matrix kernels: for tests, benchmarks and the expert operation of backends/cpu.
+// Addresses come in as integers; whoever passes them owns the memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/kernels_bench.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace picaflor {
+
+void bind_kernels(nb::module_& module);
+
+namespace {
+
+using FloatTable = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Memory at a multiple of 64 bytes.
+class Aligned {
+ public:
+  explicit Aligned(int64_t nbytes)
+      : data_(static_cast<std::byte*>(::operator new(static_cast<size_t>(nbytes) + 64, std::align_val_t{64}))) {}
+  ~Aligned() { ::operator delete(data_, std::align_val_t{64}); }
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+  std::byte* data() { return data_; }
+
+ private:
+  std::byte* data_;
+};
+
+template <class T>
+nb::ndarray<nb::numpy, T> owned(std::vector<T>&& values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::ndarray<nb::numpy, T>(kept->data(), shape, owner);
+}
+
+void check_plane(const Weight& weight, int plane, int64_t nbytes) {
+  const int64_t needed = plane_bytes(weight, plane);
+  if (nbytes < needed) {
+    throw std::invalid_argument("plane " + std::to_string(plane) + " has " + std::to_string(nbytes) + " bytes, needs " +
+                                std::to_string(needed));
+  }
+}
+
+void make_weight(Weight* self, int32_t format, int64_t rows, int64_t cols, int32_t group, uint64_t codes,
+                 int64_t codes_bytes, uint64_t scales, int64_t scales_bytes) {
+  Weight weight;
+  weight.format = static_cast<FormatId>(format);
+  weight.rows = rows;
+  weight.cols = cols;
+  weight.group = group;
+  weight.codes = reinterpret_cast<const uint8_t*>(codes);
+  weight.scales = reinterpret_cast<const uint8_t*>(scales);
+  check_weight(weight);
+  check_plane(weight, 0, codes_bytes);
+  check_plane(weight, 1, scales_bytes);
+  new (self) Weight(weight);
+}
+
+void check_planes(int32_t planes) {
+  if (planes < 1 || planes > 3) {
+    throw std::invalid_argument("planes is " + std::to_string(planes) + ", must be 1, 2 or 3");
+  }
+}
+
+void prepare_rows(const KernelTable& kernels, const XSpec& spec, const FloatTable& x, std::byte* out) {
+  if (static_cast<int64_t>(x.shape(1)) != spec.cols) {
+    throw std::invalid_argument("x has rows of " + std::to_string(x.shape(1)) + " values, the weight needs " +
+                                std::to_string(spec.cols));
+  }
+  for (size_t s = 0; s < x.shape(0); ++s) {
+    kernels.prepare_x(spec, x.data() + s * x.shape(1), out + static_cast<int64_t>(s) * x_stride(spec));
+  }
+}
+
+nb::ndarray<nb::numpy, uint8_t> prepare(const std::string& isa, const Weight& weight, int32_t planes,
+                                        const FloatTable& x) {
+  check_planes(planes);
+  const XSpec spec = x_spec(weight, planes);
+  const int64_t nbytes = x_stride(spec) * static_cast<int64_t>(x.shape(0));
+  Aligned prepared(nbytes);
+  prepare_rows(*kernels_for(isa), spec, x, prepared.data());
+  const auto* begin = reinterpret_cast<const uint8_t*>(prepared.data());
+  return owned(std::vector<uint8_t>(begin, begin + nbytes), {x.shape(0), static_cast<size_t>(x_stride(spec))});
+}
+
+nb::ndarray<nb::numpy, float> matmul(const std::string& isa, const Weight& weight, int32_t planes, const FloatTable& x,
+                                     int64_t row_begin, int64_t row_end) {
+  check_planes(planes);
+  if (row_begin < 0 || row_begin > row_end || row_end > weight.rows) {
+    throw std::invalid_argument("rows " + std::to_string(row_begin) + " to " + std::to_string(row_end) +
+                                " are not within 0 to " + std::to_string(weight.rows));
+  }
+  const KernelTable* kernels = kernels_for(isa);
+  const XSpec spec = x_spec(weight, planes);
+  const auto n = static_cast<int64_t>(x.shape(0));
+  Aligned prepared(x_stride(spec) * n);
+  prepare_rows(*kernels, spec, x, prepared.data());
+  std::vector<float> y(static_cast<size_t>(n * weight.rows));
+  {
+    const nb::gil_scoped_release release;
+    kernels->matmul(weight, spec, prepared.data(), n, y.data(), weight.rows, row_begin, row_end, {});
+  }
+  return owned(std::move(y), {x.shape(0), static_cast<size_t>(weight.rows)});
+}
+
+nb::ndarray<nb::numpy, float> decode_row(const std::string& isa, const Weight& weight, int64_t row) {
+  if (row < 0 || row >= weight.rows) {
+    throw std::invalid_argument("row " + std::to_string(row) + " of a weight with " + std::to_string(weight.rows));
+  }
+  std::vector<float> out(static_cast<size_t>(weight.cols));
+  kernels_for(isa)->decode_row(weight, row, out.data());
+  return owned(std::move(out), {static_cast<size_t>(weight.cols)});
+}
+
+std::pair<double, double> bench_read(const std::string& isa, const std::vector<Weight>& weights, int threads) {
+  const KernelTable* kernels = kernels_for(isa);
+  const nb::gil_scoped_release release;
+  const PassTime time = read_pass(*kernels, weights, threads);
+  return {time.wall_s, time.cpu_s};
+}
+
+std::pair<double, double> bench_matmul(const std::string& isa, const std::vector<Weight>& weights, int32_t planes,
+                                       const FloatTable& x, int threads) {
+  check_planes(planes);
+  if (weights.empty()) {
+    throw std::invalid_argument("no weights to time");
+  }
+  for (const Weight& weight : weights) {
+    if (weight.format != weights.front().format || weight.rows != weights.front().rows ||
+        weight.cols != weights.front().cols || weight.group != weights.front().group) {
+      throw std::invalid_argument("weights of different formats or shapes cannot be timed together");
+    }
+  }
+  const KernelTable* kernels = kernels_for(isa);
+  const XSpec spec = x_spec(weights.front(), planes);
+  const auto n = static_cast<int64_t>(x.shape(0));
+  Aligned prepared(x_stride(spec) * n);
+  prepare_rows(*kernels, spec, x, prepared.data());
+  const nb::gil_scoped_release release;
+  const PassTime time = matmul_pass(*kernels, weights, spec, prepared.data(), n, threads);
+  return {time.wall_s, time.cpu_s};
+}
+
+// Seconds per preparation of one row, over `repeats`.
+double bench_prepare(const std::string& isa, const Weight& weight, int32_t planes, const FloatTable& x, int repeats) {
+  check_planes(planes);
+  const KernelTable* kernels = kernels_for(isa);
+  const XSpec spec = x_spec(weight, planes);
+  Aligned prepared(x_stride(spec) * static_cast<int64_t>(x.shape(0)));
+  return prepare_seconds(*kernels, spec, x.data(), prepared.data(), repeats);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& module) {
+  nb::class_<Weight>(module, "Weight")
+      .def("__init__", make_weight, "format"_a, "rows"_a, "cols"_a, nb::kw_only(), "group"_a, "codes"_a,
+           "codes_bytes"_a, "scales"_a, "scales_bytes"_a)
+      .def_ro("rows", &Weight::rows)
+      .def_ro("cols", &Weight::cols);
+  module.def("kernel_isas", kernel_isas, "Instruction sets that can be chosen here, slowest first.");
+  module.def("check_isa", [](const std::string& isa) { return std::string(kernels_for(isa)->isa); }, "isa"_a,
+             "The name of the table that `isa` (or auto) means here; ValueError names what there is.");
+  module.def("prepare", prepare, "isa"_a, "weight"_a, "planes"_a, "x"_a);
+  module.def("matmul", matmul, "isa"_a, "weight"_a, "planes"_a, "x"_a, "row_begin"_a, "row_end"_a);
+  module.def("decode_row", decode_row, "isa"_a, "weight"_a, "row"_a);
+  module.def("bench_read", bench_read, "isa"_a, "weights"_a, "threads"_a);
+  module.def("bench_matmul", bench_matmul, "isa"_a, "weights"_a, "planes"_a, "x"_a, "threads"_a);
+  module.def("bench_prepare", bench_prepare, "isa"_a, "weight"_a, "planes"_a, "x"_a, "repeats"_a);
+}
+
+}  // namespace picaflor

@@ -1,0 +1,195 @@
+// Integer-coded matrix times one to eight prepared rows, straight from the stored words.
+// Must not know threads or files. Compiled for AVX2 and AVX-512 VNNI.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "cpu/kernels_words.h"
+
+namespace picaflor {
+inline namespace PICAFLOR_ISA {
+
+// sums[s][p] += codes of kWords words times the digits at x + s * stride, plane p 64 bytes after plane p - 1. The
+// digits of these words lie in one block.
+template <class Words, int kPlanes, int kTokens, int kWords>
+PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t stride, Isa::Int (*sums)[kPlanes]) {
+  // Few chains of dependent sums: one more per term hides the latency.
+  constexpr bool kOwn = Words::kSplit || (!Isa::kPairs && kTokens * kPlanes <= 4);
+  constexpr int kSlots = kOwn ? Words::kTerms : 1;
+  constexpr int kChunk = Isa::kPairs ? std::min(kWords, Words::kPairWords) : kWords;
+  for (int begin = 0; begin < kWords; begin += kChunk) {
+    Isa::Int part[kTokens][kPlanes][kSlots];
+    for (int s = 0; s < kTokens; ++s) {
+      for (int p = 0; p < kPlanes; ++p) {
+        for (int k = 0; k < kSlots; ++k) {
+          part[s][p][k] = Isa::start(sums[s][p], k);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int j = begin; j < begin + kChunk; ++j) {
+      Isa::Int codes[Words::kTerms];
+      Words::unpack(t[j], codes);
+      for (int k = 0; k < Words::kTerms; ++k) {
+        for (int s = 0; s < kTokens; ++s) {
+          for (int p = 0; p < kPlanes; ++p) {
+            Isa::Int& sum = part[s][p][kSlots == 1 ? 0 : k];
+            sum = Isa::dot(sum, codes[k], x + s * stride + p * kBlock + 4 * (j * Words::kStep + Words::digit_word(k)));
+          }
+        }
+      }
+    }
+    for (int s = 0; s < kTokens; ++s) {
+      for (int p = 0; p < kPlanes; ++p) {
+        sums[s][p] = Isa::finish<kSlots>(sums[s][p], part[s][p]);
+      }
+    }
+  }
+}
+
+// The loop of contracts.md over tiles of kLanes rows; kWords stored words at a time, a divisor of a group's words.
+template <class Words, int kPlanes, int kTokens, int kWords>
+void gemv(const Product& a) {
+  constexpr int kLanes = Isa::kLanes;
+  constexpr int kInputs = 4 * Words::kStep;  // per word
+  const Weight& w = a.weight;
+  const XView view(a.spec);
+  const int64_t words = round_up(groups_of(w.cols, kInputs), kWords);
+  const int64_t blocks = groups_of(words, kLanes);
+  const int64_t group_words = a.spec.group / kInputs;
+  const int32_t offset = code_offset(w.format);
+  const bool row_scale = one_scale_per_row(w.format);
+  const int8_t* digits = view.digit(a.x);
+  const GroupData data(view, a.x);
+  alignas(64) float scales[kLanes][kLanes];
+
+  for (int64_t row = a.row_begin; row < a.row_end; row += kLanes) {
+    const TileRows rows(w, row, a.row_end);
+    const NextTile next(w, row, a.row_end, kLanes, a.ahead);
+    Fetcher next_codes = next.codes(blocks);
+    Fetcher next_scales = next.scales(blocks);
+    Isa::Float y[kTokens];
+    Isa::Int sums[kTokens][kPlanes];
+    for (int s = 0; s < kTokens; ++s) {
+      y[s] = Isa::zero_float();
+      for (int p = 0; p < kPlanes; ++p) {
+        sums[s][p] = Isa::zero();
+      }
+    }
+    if (row_scale) {
+      tile_scales(w, rows, 0, 1, scales[0], kLanes);
+    }
+    int64_t group = 0;
+    int64_t left = group_words;
+    const auto end_group = [&] {
+      if (!row_scale && group % kLanes == 0) {
+        tile_scales(w, rows, group, view.groups, scales[0], kLanes);
+      }
+      const Isa::Float scale = Isa::load_float(scales[row_scale ? 0 : group % kLanes]);
+      for (int s = 0; s < kTokens; ++s) {
+        const int64_t skip = s * view.stride / 4 + group;
+        const Isa::Float value = group_value<kPlanes>(sums[s], offset, data.sum[skip], kPlanes == 3 ? data.top[skip] : 0);
+        y[s] = Isa::fused(value, Isa::multiply(scale, Isa::set_float(data.scale[skip])), y[s]);
+        for (int p = 0; p < kPlanes; ++p) {
+          sums[s][p] = Isa::zero();
+        }
+      }
+      ++group;
+      left = group_words;
+    };
+    for (int64_t block = 0; block < blocks; ++block) {
+      next_codes.step<_MM_HINT_T1>();
+      next_scales.step<_MM_HINT_T0>();
+      Isa::Int t[kLanes];
+      Isa::load_words(rows.at, block * kLanes * 4, t);
+      const int64_t first = block * kLanes;
+      const int64_t count = std::min<int64_t>(kLanes, words - first);
+      for (int64_t j = 0; j < count; j += kWords) {
+        const int64_t word = (first + j) * Words::kStep;  // of digits; sixteen are a block of one plane
+        const int8_t* x = digits + word / 16 * (kBlock * kPlanes) + word % 16 * 4;
+        dot_words<Words, kPlanes, kTokens, kWords>(t + j, x, view.stride, sums);
+        left -= kWords;
+        if (left == 0) {
+          end_group();
+        }
+      }
+    }
+    if (left != group_words) {
+      end_group();
+    }
+    for (int s = 0; s < kTokens; ++s) {
+      store_lanes(a.y + s * a.y_stride + row, y[s], a.row_end - row);
+    }
+  }
+}
+
+using GemvFn = void (*)(const Product&);
+
+template <class Words, int kWords, int kPlanes>
+GemvFn gemv_of_tokens(int64_t n) {
+  switch (n) {
+    case 1:
+      return gemv<Words, kPlanes, 1, kWords>;
+    case 2:
+      return gemv<Words, kPlanes, 2, kWords>;
+    case 3:
+      return gemv<Words, kPlanes, 3, kWords>;
+    case 4:
+      return gemv<Words, kPlanes, 4, kWords>;
+    case 5:
+      return gemv<Words, kPlanes, 5, kWords>;
+    case 6:
+      return gemv<Words, kPlanes, 6, kWords>;
+    case 7:
+      return gemv<Words, kPlanes, 7, kWords>;
+    case 8:
+      return gemv<Words, kPlanes, 8, kWords>;
+  }
+  return nullptr;
+}
+
+template <class Words, int kWords>
+GemvFn gemv_of_planes(int32_t planes, int64_t n) {
+  switch (planes) {
+    case 1:
+      return gemv_of_tokens<Words, kWords, 1>(n);
+    case 2:
+      return gemv_of_tokens<Words, kWords, 2>(n);
+    case 3:
+      return gemv_of_tokens<Words, kWords, 3>(n);
+  }
+  return nullptr;
+}
+
+// The loop for n (1 to 8) rows of this format; null where the format has none.
+inline GemvFn find_gemv(FormatId format, const XSpec& spec, int64_t n) {
+  constexpr int kByteWords = std::min(16, Isa::kLanes);
+  switch (format) {
+    case FormatId::int4_row:
+    case FormatId::int4_grouped:
+      if (spec.group % 64 == 0) {
+        return gemv_of_planes<NibbleWords, 8>(spec.planes, n);
+      }
+      if (spec.group % 32 == 0) {
+        return gemv_of_planes<NibbleWords, 4>(spec.planes, n);
+      }
+      return gemv_of_planes<NibbleWords, 2>(spec.planes, n);
+    case FormatId::mxfp4:
+      return gemv_of_planes<Fp4Words, 4>(spec.planes, n);
+    case FormatId::int8_row:
+      return gemv_of_planes<ByteWords<true>, kByteWords>(spec.planes, n);
+    case FormatId::int2_row:
+    case FormatId::int3_g64:
+    case FormatId::e8_iq3:
+    case FormatId::f32:
+    case FormatId::bf16:
+    case FormatId::f16:
+    case FormatId::fp8_b128:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace PICAFLOR_ISA
+}  // namespace picaflor

@@ -1,0 +1,208 @@
+// What the two integer loops share: formats as words of codes, scales of a tile, the step at a group's end, prefetch.
+// Must not know the loops. Compiled for AVX2 and AVX-512 VNNI.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "cpu/kernels_codes.h"
+#include "cpu/kernels_isa.h"
+#include "cpu/kernels_layout.h"
+
+namespace picaflor {
+inline namespace PICAFLOR_ISA {
+
+// One stored format as 32-bit words: a word holds kStep words of digits' worth of codes and gives kTerms registers of
+// unsigned codes; term k meets digit word digit_word(k). kPairWords: words whose products fit int16 sums (AVX2).
+struct NibbleWords {
+  static constexpr int kStep = 2;
+  static constexpr int kTerms = 2;
+  static constexpr bool kSplit = false;
+  static constexpr int kPairWords = 4;  // 8 * 15 * 256 < 32768
+  static constexpr int digit_word(int term) { return term; }
+  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
+    codes[0] = Isa::low_nibbles(t);
+    codes[1] = Isa::high_nibbles(t);
+  }
+};
+
+constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+struct Fp4Words {
+  static constexpr int kStep = 2;
+  static constexpr int kTerms = 2;
+  static constexpr bool kSplit = false;
+  static constexpr int kPairWords = 2;  // 4 * 24 * 256 < 32768
+  static constexpr int digit_word(int term) { return term; }
+  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
+    codes[0] = Isa::look_up(kFp4Codes, Isa::low_nibbles(t));
+    codes[1] = Isa::look_up(kFp4Codes, Isa::high_nibbles(t));
+  }
+};
+
+// Bytes. Where products are paired in int16 a byte would overflow: it is split in two nibbles, the high one counts 16.
+template <bool kFlip>
+struct ByteWords {
+  static constexpr int kStep = 1;
+  static constexpr bool kSplit = Isa::kPairs;
+  static constexpr int kTerms = kSplit ? 2 : 1;
+  static constexpr int kPairWords = 8;
+  static constexpr int digit_word(int) { return 0; }
+  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
+    const Isa::Int v = kFlip ? Isa::flip_signs(t) : t;
+    if constexpr (kSplit) {
+      codes[0] = Isa::low_nibbles(v);
+      codes[1] = Isa::high_nibbles(v);
+    } else {
+      codes[0] = v;
+    }
+  }
+};
+
+// Pointers to the rows of one tile; behind the last row it is repeated.
+struct TileRows {
+  int64_t index[Isa::kLanes];
+  const uint8_t* at[Isa::kLanes];
+
+  TileRows(const Weight& w, int64_t row, int64_t row_end) {
+    const int64_t nbytes = row_bytes(w);
+    for (int r = 0; r < Isa::kLanes; ++r) {
+      index[r] = std::min(row + r, row_end - 1);
+      at[r] = w.codes + index[r] * nbytes;
+    }
+  }
+};
+
+constexpr bool one_scale_per_row(FormatId format) {
+  return format == FormatId::int8_row || format == FormatId::int4_row || format == FormatId::int2_row;
+}
+
+// Scales of groups [group, group + kLanes) of a tile: out[g * stride + r]. Reads up to 60 bytes behind the scales.
+inline void tile_scales(const Weight& w, const TileRows& rows, int64_t group, int64_t groups, float* out,
+                        int64_t stride) {
+  constexpr int kLanes = Isa::kLanes;
+  const int64_t count = std::min<int64_t>(kLanes, groups - group);
+  if (w.format == FormatId::int4_grouped || w.format == FormatId::int3_g64) {
+    const int64_t nbytes = scale_row_bytes(w);
+    const uint8_t* at[kLanes];
+    for (int r = 0; r < kLanes; ++r) {
+      at[r] = w.scales + rows.index[r] * nbytes;
+    }
+    Isa::Int words[kLanes];
+    Isa::load_words(at, group * 4, words);
+    for (int64_t g = 0; g < count; ++g) {
+      Isa::store(out + g * stride, words[g]);
+    }
+    return;
+  }
+  for (int r = 0; r < kLanes; ++r) {
+    for (int64_t g = 0; g < count; ++g) {
+      out[g * stride + r] = group_scale(w, rows.index[r], group + g);
+    }
+  }
+}
+
+// float(exact sum of signed codes times digits) from the sums over unsigned codes of each plane, in digit order.
+template <int kPlanes>
+PICAFLOR_INLINE Isa::Float group_value(const Isa::Int* sums, int32_t offset, int32_t digit_sum, int32_t top_sum) {
+  const Isa::Int correction = Isa::set(-offset * digit_sum);
+  if constexpr (kPlanes == 1) {
+    return Isa::to_float(Isa::add(sums[0], correction));
+  } else if constexpr (kPlanes == 2) {
+    return Isa::to_float(Isa::add(Isa::add(Isa::times256(sums[0]), sums[1]), correction));
+  } else {
+    const Isa::Float top = Isa::to_float(Isa::add(sums[0], Isa::set(-offset * top_sum)));
+    const Isa::Float low = Isa::to_float(Isa::add(Isa::add(Isa::times256(sums[1]), sums[2]), correction));
+    return Isa::fused(top, Isa::set_float(65536.0f), low);
+  }
+}
+
+// One call of KernelTable::matmul.
+struct Product {
+  const Weight& weight;
+  const XSpec& spec;
+  const std::byte* x;
+  int64_t n;
+  float* y;
+  int64_t y_stride;
+  int64_t row_begin;
+  int64_t row_end;
+  const Ahead& ahead;
+};
+
+// The first `count` of the lanes to `out`.
+PICAFLOR_INLINE void store_lanes(float* out, Isa::Float v, int64_t count) {
+  if (count >= Isa::kLanes) {
+    Isa::store_float_any(out, v);
+    return;
+  }
+  alignas(64) float lanes[Isa::kLanes];
+  Isa::store_float(lanes, v);
+  for (int64_t r = 0; r < count; ++r) {
+    out[r] = lanes[r];
+  }
+}
+
+// The group data of the first prepared row.
+struct GroupData {
+  const float* scale;
+  const int32_t* sum;
+  const int32_t* top;
+
+  GroupData(const XView& view, const std::byte* x) : scale(view.scale(x)), sum(view.sum(x)), top(view.top(x)) {}
+};
+
+// Tells the caches about a run of bytes in equal shares, one share per step of a loop.
+class Fetcher {
+ public:
+  Fetcher(const uint8_t* begin, int64_t nbytes, int64_t steps)
+      : at_(begin), lines_(groups_of(groups_of(nbytes, 64), std::max<int64_t>(steps, 1))), end_(begin + nbytes) {}
+
+  template <int kHint>
+  PICAFLOR_INLINE void step() {
+    for (int64_t i = 0; i < lines_ && at_ < end_; ++i, at_ += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(at_), static_cast<_mm_hint>(kHint));
+    }
+  }
+
+ private:
+  const uint8_t* at_;
+  int64_t lines_;
+  const uint8_t* end_;
+};
+
+// What will be read after the tile of `w` that starts at `row`: the next tile, or the first one of `ahead`.
+struct NextTile {
+  const Weight* weight;
+  int64_t row;
+  int64_t rows;
+
+  NextTile(const Weight& w, int64_t row_now, int64_t row_end, int64_t tile, const Ahead& ahead)
+      : weight(&w), row(row_now + tile), rows(std::min(tile, row_end - row)) {
+    if (rows <= 0) {
+      weight = ahead.weight;
+      row = ahead.row_begin;
+      rows = weight == nullptr ? 0 : std::min(tile, ahead.row_end - row);
+    }
+  }
+
+  Fetcher codes(int64_t steps) const {
+    if (rows <= 0) {
+      return {nullptr, 0, steps};
+    }
+    const int64_t nbytes = row_bytes(*weight);
+    return {weight->codes + row * nbytes, rows * nbytes, steps};
+  }
+
+  Fetcher scales(int64_t steps) const {
+    if (rows <= 0 || weight->scales == nullptr || weight->format == FormatId::fp8_b128) {
+      return {nullptr, 0, steps};
+    }
+    const int64_t nbytes = scale_row_bytes(*weight);
+    return {weight->scales + row * nbytes, rows * nbytes, steps};
+  }
+};
+
+}  // namespace PICAFLOR_ISA
+}  // namespace picaflor
