@@ -28,74 +28,16 @@ using IntTable = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::devic
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// (format, rows, cols, group size, address of plane 0, address of plane 1 or 0)
-using MatrixTuple = std::tuple<int32_t, int64_t, int64_t, int32_t, uint64_t, uint64_t>;
-
-Weight as_weight(const MatrixTuple& m) {
-  Weight weight;
-  weight.format = static_cast<FormatId>(std::get<0>(m));
-  weight.rows = std::get<1>(m);
-  weight.cols = std::get<2>(m);
-  weight.group = std::get<3>(m);
-  weight.codes = reinterpret_cast<const uint8_t*>(std::get<4>(m));
-  weight.scales = reinterpret_cast<const uint8_t*>(std::get<5>(m));
-  return weight;
-}
-
 const float* as_floats(uint64_t address) { return reinterpret_cast<const float*>(address); }
 
-bool cpu_has(const std::string& isa) {
-#if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("bmi2");
-  if (isa == "avx2") {
-    return avx2;
-  }
-  if (isa == "avx512") {
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
-  }
-#endif
-  return isa == "scalar";
-}
-
-struct Tables {
-  const KernelTable* kernels = nullptr;
-  const OpsTable* ops = nullptr;
-};
-
-Tables built(const std::string& isa) {
-  if (isa == "scalar") {
-    return {scalar_kernels(), scalar_ops()};
-  }
-  if (isa == "avx2") {
-    return {avx2_kernels(), avx2_ops()};
-  }
-  if (isa == "avx512") {
-    return {avx512_kernels(), avx512_ops()};
-  }
-  return {};
-}
-
-// The instruction sets that this build has and this machine runs, slowest first.
-std::vector<std::string> isas() {
-  std::vector<std::string> found;
-  for (const char* isa : {"scalar", "avx2", "avx512"}) {
-    const Tables tables = built(isa);
-    if (tables.kernels != nullptr && tables.ops != nullptr && cpu_has(isa)) {
-      found.emplace_back(isa);
+// The operations that go with a matrix kernel table. "auto" and refusals are kernels_for's.
+const OpsTable* ops_for(const KernelTable* kernels) {
+  for (const OpsTable* ops : {scalar_ops(), avx2_ops(), avx512_ops()}) {
+    if (ops != nullptr && std::string(ops->isa) == kernels->isa) {
+      return ops;
     }
   }
-  return found;
-}
-
-Tables tables_for(const std::string& isa) {
-  const Tables tables = built(isa);
-  if (tables.kernels == nullptr || tables.ops == nullptr || !cpu_has(isa)) {
-    throw std::invalid_argument("instruction set " + isa + " is not in this build or not on this machine");
-  }
-  return tables;
+  throw std::invalid_argument(std::string("no float operations for instruction set ") + kernels->isa);
 }
 
 int64_t sample(const std::string& isa, const Floats& logits, float temperature, double top_p, double uniform) {
@@ -112,7 +54,7 @@ int64_t sample(const std::string& isa, const Floats& logits, float temperature, 
     return 0;
   }
   std::vector<float> weights(static_cast<size_t>(n));
-  tables_for(isa).ops->sample_weights(x, temperature, top / temperature, weights.data(), n);
+  ops_for(kernels_for(isa))->sample_weights(x, temperature, top / temperature, weights.data(), n);
   return choose_token(weights.data(), n, top_p, uniform);
 }
 
@@ -139,14 +81,15 @@ void bind_arena(nb::module_& module) {
           "__init__",
           [](Arena* self, std::shared_ptr<Pool> pool, const std::string& isa, int64_t max_rows, int64_t max_outputs,
              int64_t page_tokens, int64_t pages) {
-            const Tables tables = tables_for(isa);
-            new (self) Arena(std::move(pool), tables.kernels, tables.ops,
-                             ArenaSpec{max_rows, max_outputs, page_tokens, pages});
+            const KernelTable* kernels = kernels_for(isa);
+            new (self)
+                Arena(std::move(pool), kernels, ops_for(kernels), ArenaSpec{max_rows, max_outputs, page_tokens, pages});
           },
           "pool"_a, "isa"_a, nb::kw_only(), "max_rows"_a, "max_outputs"_a, "page_tokens"_a, "pages"_a)
       .def("add_storage", &Arena::add_storage, "width"_a)
       .def("add_plane", &Arena::add_plane, "width"_a)
       .def_prop_ro("touched_bytes", &Arena::touched_bytes)
+      .def_prop_ro("workspace_bytes", &Arena::workspace_bytes)
       .def("floats", [](nb::handle self, const View& view,
                         int64_t count) { return as_array(nb::cast<Arena&>(self).f32(view), count, self); })
       .def("ints", [](nb::handle self, const View& view,
@@ -182,13 +125,12 @@ void bind_builder(nb::module_& module) {
   nb::class_<Builder>(module, "Builder")
       .def(nb::init<std::shared_ptr<Arena>, int32_t>(), "arena"_a, "planes"_a)
       .def_prop_ro("after_outputs", &Builder::after_outputs)
-      .def("embed", [](Builder& b, const MatrixTuple& table, View out) { b.embed(as_weight(table), out); })
+      .def("embed", &Builder::embed)
       .def("rmsnorm", [](Builder& b, View x, uint64_t weight, View out, float eps,
                          int64_t heads) { b.rmsnorm(x, as_floats(weight), out, eps, heads); })
       .def("layernorm", [](Builder& b, View x, uint64_t weight, uint64_t bias, View out,
                            float eps) { b.layernorm(x, as_floats(weight), as_floats(bias), out, eps); })
-      .def("matmul",
-           [](Builder& b, View x, const MatrixTuple& weight, View out) { b.matmul(x, as_weight(weight), out); })
+      .def("matmul", &Builder::matmul)
       .def("rope", &Builder::rope, "x"_a, "heads"_a, "head_width"_a, "start"_a, "dims"_a, "theta"_a, "interleaved"_a)
       .def("add", &Builder::add)
       .def("silu_mul", &Builder::silu_mul)
@@ -197,9 +139,9 @@ void bind_builder(nb::module_& module) {
            "top_k"_a)
       .def(
           "mla",
-          [](Builder& b, View q, View out, std::optional<View> selection, const MatrixTuple& kv_b, int32_t latent,
+          [](Builder& b, View q, View out, std::optional<View> selection, const Weight& kv_b, int32_t latent,
              int32_t rope_key, int64_t heads, int64_t nope, int64_t rope, int64_t value, float scale) {
-            const MlaSpec spec{as_weight(kv_b), latent, rope_key, heads, nope, rope, value, scale};
+            const MlaSpec spec{kv_b, latent, rope_key, heads, nope, rope, value, scale};
             b.mla(q, out, spec, selection ? &*selection : nullptr);
           },
           "q"_a, "out"_a, "selection"_a.none(), "kv_b"_a, "latent"_a, "rope_key"_a, "heads"_a, "nope"_a, "rope"_a,
@@ -231,7 +173,7 @@ void bind_program(nb::module_& module) {
   bind_pool(module);
   bind_arena(module);
   bind_builder(module);
-  module.def("isas", &isas, "Instruction sets that this build has and this machine runs, slowest first.");
+  module.def("isas", &kernel_isas, "Instruction sets that this build has and this machine runs, slowest first.");
   module.def("sample", &sample, "isa"_a, "logits"_a, nb::kw_only(), "temperature"_a, "top_p"_a, "uniform"_a);
   module.def(
       "exp_all",
@@ -239,7 +181,7 @@ void bind_program(nb::module_& module) {
         if (x.shape(0) != out.shape(0)) {
           throw std::invalid_argument("x and out differ in length");
         }
-        tables_for(isa).ops->exp_all(x.data(), out.data(), static_cast<int64_t>(x.shape(0)));
+        ops_for(kernels_for(isa))->exp_all(x.data(), out.data(), static_cast<int64_t>(x.shape(0)));
       },
       "isa"_a, "x"_a, "out"_a, "exp of the kernels, element by element (tests).");
 }

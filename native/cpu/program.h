@@ -91,6 +91,9 @@ class Arena {
   float* scores(int64_t row) const { return scores_->as<float>() + row * capacity(); }
   int64_t capacity() const { return spec.pages * spec.page_tokens; }
   int64_t touched_bytes() const;  // of the KV planes
+  // What buffers, prepared rows and scratch can come to; of buffers that only output rows use, max_outputs rows.
+  int64_t workspace_bytes() const;
+  void mark_full(int64_t space);  // batch rows use this buffer
 
   // Throws std::invalid_argument naming what does not fit.
   void set_batch(const int32_t* tokens, const int32_t* sequences, const int32_t* positions, int64_t rows,
@@ -110,6 +113,7 @@ class Arena {
   struct Buffer {
     int64_t width;
     Mapping memory;
+    bool full = false;
   };
   using PreparedKey = std::tuple<int32_t, int64_t, int64_t, int32_t, int32_t, int32_t, bool, bool>;
 

@@ -50,12 +50,12 @@ Arena::Arena(std::shared_ptr<Pool> workers, const KernelTable* kernel_table, con
 }
 
 int32_t Arena::add_storage(int64_t width) {
-  storages_.push_back({width, Mapping(spec.max_rows * width * 4)});
+  storages_.push_back({width, Mapping(std::max(spec.max_rows, spec.max_outputs) * width * 4)});
   return static_cast<int32_t>(storages_.size() - 1);
 }
 
 int32_t Arena::add_plane(int64_t width) {
-  planes_.push_back({width, Mapping(capacity() * width * 4)});
+  planes_.push_back({width, Mapping(capacity() * width * 4), true});
   return static_cast<int32_t>(planes_.size() - 1);
 }
 
@@ -110,6 +110,31 @@ int64_t Arena::touched_bytes() const {
     width += plane.width;
   }
   return pages * spec.page_tokens * width * 4;
+}
+
+void Arena::mark_full(int64_t space) {
+  if (space < static_cast<int64_t>(storages_.size())) {
+    storages_[static_cast<size_t>(space)].full = true;
+  }
+}
+
+int64_t Arena::workspace_bytes() const {
+  constexpr int64_t kPage = 4096;
+  int64_t total = 0;
+  for (const Buffer& buffer : storages_) {
+    const int64_t rows = buffer.full ? spec.max_rows : spec.max_outputs;
+    total += align_up(rows * buffer.width * 4, kPage);
+  }
+  for (const auto& [key, memory] : prepared_) {
+    const bool outputs = std::get<7>(key);
+    const int64_t row_bytes = memory.nbytes() / spec.max_rows;
+    total += align_up((outputs ? spec.max_outputs : spec.max_rows) * row_bytes, kPage);
+  }
+  for (const auto& entry : ropes_) {
+    total += 2 * align_up(capacity() * entry.first.first / 2 * 4, kPage);
+  }
+  total += scratch_ ? align_up(scratch_->nbytes(), kPage) : 0;
+  return total + (scores_ ? align_up(scores_->nbytes(), kPage) : 0);
 }
 
 PageTable Arena::table(int64_t row) const {

@@ -78,6 +78,9 @@ void Builder::push(std::unique_ptr<Step> step, TimeClass time, const std::vector
     if (now.write) {
       invalidate(now);
     }
+    if (!outputs_) {
+      arena_->mark_full(now.space);
+    }
   }
   step->outputs = outputs_;
   step->time = outputs_ ? TimeClass::head : time;
@@ -255,6 +258,9 @@ void Builder::router(View logits, const float* bias, View ids, View weights, boo
 }
 
 void Builder::experts(View out) {
+  if (!outputs_) {
+    arena_->mark_full(out.storage);
+  }
   invalidate(writes(out));
   pending_.clear();
   segments_.emplace_back();

@@ -1,0 +1,66 @@
+"""The routed experts of recorded programs: gathers their layouts and makes the native operation.
+
+Knows layouts and the native operation; must not know families, files or the expert store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import picaflor._native as _native
+from picaflor.backends.api import ExpertLayout, MatrixLayout
+from picaflor.formats import REGISTRY
+
+FORMAT_NUMBERS: Final = {name: number for number, name in enumerate(REGISTRY)}
+
+
+class Experts:
+    """Layers are added while recording; `native` makes one operation for those since the last call of it."""
+
+    def __init__(self, pool: Any, *, isa: str, planes: int, max_rows: int) -> None:
+        self._pool = pool
+        self._isa = isa
+        self._planes = planes
+        self._max_rows = max_rows
+        self._layers: list[Sequence[ExpertLayout]] = []
+        self._hidden = 0
+        self._top_k = 0
+        self._made: list[Any] = []
+
+    def add_layer(self, layouts: Sequence[ExpertLayout], *, hidden: int, top_k: int, layer: int) -> int:
+        """The layer's number in the operation that `native` makes next. Raises ValueError where shapes do not fit."""
+        if self._layers and (hidden, top_k) != (self._hidden, self._top_k):
+            raise ValueError(f"layer {layer}: {hidden} wide, top {top_k}; others {self._hidden}, top {self._top_k}")
+        for number, expert in enumerate(layouts):
+            inner = expert.gate.rows
+            shapes = [(m.rows, m.cols) for m in (expert.gate, expert.up, expert.down)]
+            if shapes != [(inner, hidden), (inner, hidden), (hidden, inner)]:
+                raise ValueError(f"layer {layer}, expert {number}: gate, up, down are {shapes} for rows of {hidden}")
+        self._hidden, self._top_k = hidden, top_k
+        self._layers.append(layouts)
+        return len(self._layers) - 1
+
+    def native(self) -> Any:
+        """The native operation over the layers added since the last call."""
+        inner = max(expert.gate.rows for layouts in self._layers for expert in layouts)
+        ffn = _native.ExpertFfn(self._pool, self._isa, self._planes, self._hidden, inner, self._max_rows, self._top_k)
+        for layouts in self._layers:
+            ffn.add_layer([_expert(layout) for layout in layouts])
+        self._layers = []
+        self._made.append(ffn)
+        return ffn
+
+    def workspace_bytes(self) -> int:
+        """Bytes that the operations' buffers can come to."""
+        return sum(int(ffn.workspace_bytes) for ffn in self._made)
+
+
+def _expert(layout: ExpertLayout) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+    """(format number, rows, cols, group size, plane offsets in bytes) of gate, up and down."""
+    return [_matrix(matrix) for matrix in (layout.gate, layout.up, layout.down)]
+
+
+def _matrix(matrix: MatrixLayout) -> tuple[int, int, int, int, tuple[int, ...]]:
+    number = FORMAT_NUMBERS[matrix.format]
+    return (number, matrix.rows, matrix.cols, matrix.group_size, matrix.offsets)

@@ -1,0 +1,315 @@
+"""Records operations for the CPU: checks every shape, then hands plain numbers to the native builder.
+
+Knows shapes and the native builder; must not know families, files or the expert store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+import picaflor._native as _native
+from picaflor.backends.api import (
+    GQA,
+    MLA,
+    ExpertLayout,
+    KVPlane,
+    RopeStyle,
+    RouterSpec,
+    Rows,
+    Vector,
+    Weight,
+)
+from picaflor.backends.cpu.experts import Experts
+from picaflor.backends.cpu.program import CpuProgram, ExpertCall
+from picaflor.backends.table import NO_FORMAT, CapabilityTable
+
+BACKEND: Final = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The handle of Rows: a native buffer `[max_rows, width]`."""
+
+    storage: int
+    max_rows: int
+
+    def view(self, rows: Rows) -> Any:
+        """The native view of columns of this buffer."""
+        return _native.View(self.storage, rows.start, rows.width)
+
+
+class CpuRecorder:
+    """backends.api.Recorder. Every method raises ValueError where widths do not fit together."""
+
+    def __init__(
+        self,
+        pool: Any,
+        *,
+        isa: str,
+        planes: int,
+        table: CapabilityTable,
+        max_rows: int,
+        max_outputs: int,
+        page_tokens: int,
+        pages: int,
+    ) -> None:
+        self._max_rows = max_rows
+        self._table = table
+        self._arena = _native.Arena(
+            pool, isa, max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages
+        )
+        self._builder = _native.Builder(self._arena, planes)
+        self._planes: dict[tuple[int, str], KVPlane] = {}
+        self._experts = Experts(pool, isa=isa, planes=planes, max_rows=max_rows)
+        self._calls: list[ExpertCall] = []
+        self._keep: list[object] = [pool]
+
+    # ---- buffers ----
+
+    def rows(self, width: int, *, dtype: Literal["f32", "i32"] = "f32") -> Rows:
+        """A new buffer."""
+        _check(width > 0, f"a buffer of width {width}")
+        return Rows(width, dtype, Buffer(self._arena.add_storage(width), self._max_rows))
+
+    def part(self, rows: Rows, start: int, width: int) -> Rows:
+        """Columns of a buffer, as a view."""
+        _check(start >= 0 and width > 0 and start + width <= rows.width, f"columns {start}+{width} of {rows.width}")
+        return Rows(width, rows.dtype, rows.handle, rows.start + start)
+
+    def kv_plane(self, layer: int, name: str, width: int) -> KVPlane:
+        """A cached quantity; the same plane for the same (layer, name)."""
+        key = (layer, name)
+        if key not in self._planes:
+            self._planes[key] = KVPlane(layer, name, width, "f32", self._arena.add_plane(width))
+        plane = self._planes[key]
+        _check(plane.width == width, f"plane {name} of layer {layer} is {plane.width} wide, asked for {width}")
+        return plane
+
+    def workspace_bytes(self) -> int:
+        """Bytes that buffers, prepared activations and scratch can come to."""
+        return int(self._arena.workspace_bytes) + self._experts.workspace_bytes()
+
+    def kv_bytes(self) -> int:
+        """Bytes of key-value pages written to so far."""
+        return int(self._arena.touched_bytes)
+
+    # ---- row by row ----
+
+    def embed(self, table: Weight, out: Rows) -> None:
+        """out = table[token]; zeros for a token outside."""
+        _check(out.width == table.cols, f"{table.name} has rows of {table.cols}, the buffer {out.width}")
+        self._table.select("rows", table.format, BACKEND, what=table.name)
+        self._builder.embed(self._matrix(table), _view(out))
+
+    def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
+        """Root-mean-square norm of each of `heads` equal parts; out may be x."""
+        _check(x.width == out.width == weight.length * heads, f"{weight.name}: {heads}x{weight.length} on {x.width}")
+        self._select("rmsnorm")
+        self._builder.rmsnorm(_view(x), self._address(weight), _view(out), eps, heads)
+
+    def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
+        """Mean-variance norm; out may be x."""
+        fits = x.width == out.width == weight.length == bias.length
+        _check(fits, f"{weight.name}: {weight.length}, bias {bias.length}, on {x.width} to {out.width}")
+        self._select("layernorm")
+        self._builder.layernorm(_view(x), self._address(weight), self._address(bias), _view(out), eps)
+
+    def matmul(self, x: Rows, weight: Weight, out: Rows) -> None:
+        """out = x @ W.T."""
+        fits = x.width == weight.cols and out.width == weight.rows
+        _check(fits, f"{weight.name} [{weight.rows}, {weight.cols}] from {x.width} to {out.width}")
+        _check(not _overlap(x, out), f"{weight.name}: out aliases x")
+        self._select("matmul", weight.format)
+        self._builder.matmul(_view(x), self._matrix(weight), _view(out))
+
+    def rope(
+        self, x: Rows, *, heads: int, head_width: int, start: int, dims: int, theta: float, style: RopeStyle
+    ) -> None:
+        """Rotate `dims` values from `start` of each head in place."""
+        _check(x.width == heads * head_width, f"rope: {heads} heads of {head_width} in {x.width}")
+        _check(start >= 0 and dims > 0 and start + dims <= head_width, f"rope: {start}+{dims} of {head_width}")
+        _check(dims % 2 == 0, f"rope: {dims} values are no pairs")
+        _check(style in ("interleaved", "half"), f"rope style {style}")
+        self._select("rope")
+        self._builder.rope(_view(x), heads, head_width, start, dims, theta, style == "interleaved")
+
+    def add(self, x: Rows, y: Rows) -> None:
+        """x = x + y."""
+        _check(x.width == y.width, f"add: {x.width} and {y.width}")
+        self._select("add")
+        self._builder.add(_view(x), _view(y))
+
+    def silu_mul(self, gate: Rows, up: Rows, out: Rows) -> None:
+        """out = silu(gate) * up; out may be gate."""
+        _check(gate.width == up.width == out.width, f"silu_mul: {gate.width}, {up.width}, {out.width}")
+        self._select("silu_mul")
+        self._builder.silu_mul(_view(gate), _view(up), _view(out))
+
+    def select_outputs(self, x: Rows, out: Rows) -> None:
+        """out = the batch's output rows of x, packed."""
+        _check(x.width == out.width, f"select_outputs: {x.width} to {out.width}")
+        _check(not _overlap(x, out), "select_outputs: out aliases x")
+        _check(not self._builder.after_outputs, "select_outputs a second time in one program")
+        self._select("select_outputs")
+        self._builder.select_outputs(_view(x), _view(out))
+
+    # ---- keys and values ----
+
+    def kv_write(self, x: Rows, plane: KVPlane) -> None:
+        """Store the row in its sequence's page."""
+        _check(x.width == plane.width, f"kv_write: {x.width} into plane {plane.name} of {plane.width}")
+        self._select("kv_write")
+        self._builder.kv_write(_view(x), plane.handle)
+
+    def index_select(
+        self, q: Rows, weights: Rows, keys: KVPlane, out: Rows, *, heads: int, head_dim: int, top_k: int
+    ) -> None:
+        """DSA selection: out is i32 `[1 + top_k]`."""
+        fits = q.width == heads * head_dim and weights.width == heads and keys.width == head_dim
+        _check(fits, f"index_select: {heads}x{head_dim}, q {q.width}, weights {weights.width}, keys {keys.width}")
+        _check(top_k > 0 and out.width == 1 + top_k, f"index_select: {top_k} positions into {out.width}")
+        _check(out.dtype == "i32", "index_select: out must be i32")
+        self._select("index_select")
+        self._builder.index_select(_view(q), _view(weights), keys.handle, _view(out, "i32"), heads, head_dim, top_k)
+
+    def attention(self, q: Rows, out: Rows, *, kind: MLA | GQA, selection: Rows | None = None) -> None:
+        """Causal attention over the row's sequence, or over the selected positions."""
+        _check(not _overlap(q, out), "attention: out aliases q")
+        self._select("attention")
+        chosen = None if selection is None else _view(selection, "i32")
+        if isinstance(kind, MLA):
+            self._mla(q, out, kind, chosen)
+        elif isinstance(kind, GQA):
+            self._gqa(q, out, kind, chosen)
+        else:
+            raise ValueError(f"attention kind {type(kind).__name__}; accepted: MLA, GQA")
+
+    def _mla(self, q: Rows, out: Rows, kind: MLA, selection: Any) -> None:
+        rank = kind.latent.width
+        fits = q.width == kind.heads * (kind.nope + kind.rope) and out.width == kind.heads * kind.value
+        _check(fits, f"attention: q {q.width}, out {out.width} for {kind.heads} heads")
+        shape = (kind.heads * (kind.nope + kind.value), rank)
+        _check((kind.kv_b.rows, kind.kv_b.cols) == shape, f"{kind.kv_b.name} is not {shape}")
+        _check(kind.rope_key.width == kind.rope, f"rope key plane of {kind.rope_key.width} for {kind.rope}")
+        for op in ("rows", "row_axpy"):
+            self._table.select(op, kind.kv_b.format, BACKEND, what=kind.kv_b.name)
+        self._builder.mla(
+            _view(q),
+            _view(out),
+            selection,
+            kv_b=self._matrix(kind.kv_b),
+            latent=kind.latent.handle,
+            rope_key=kind.rope_key.handle,
+            heads=kind.heads,
+            nope=kind.nope,
+            rope=kind.rope,
+            value=kind.value,
+            scale=kind.scale,
+        )
+
+    def _gqa(self, q: Rows, out: Rows, kind: GQA, selection: Any) -> None:
+        width = kind.kv_heads * kind.head_dim
+        fits = q.width == out.width == kind.heads * kind.head_dim and kind.heads % kind.kv_heads == 0
+        _check(fits, f"attention: q {q.width}, out {out.width}, {kind.heads} heads over {kind.kv_heads}")
+        _check(kind.keys.width == kind.values.width == width, f"attention: planes are not {width} wide")
+        self._builder.gqa(
+            _view(q),
+            _view(out),
+            selection,
+            keys=kind.keys.handle,
+            values=kind.values.handle,
+            heads=kind.heads,
+            kv_heads=kind.kv_heads,
+            head_dim=kind.head_dim,
+            scale=kind.scale,
+        )
+
+    # ---- experts ----
+
+    def router(self, logits: Rows, bias: Vector | None, ids: Rows, weights: Rows, *, spec: RouterSpec) -> None:
+        """ids i32 and weights f32 `[top_k]`, in routing order."""
+        _check(logits.width == spec.experts, f"router: {logits.width} logits for {spec.experts} experts")
+        _check(bias is None or bias.length == spec.experts, "router: bias of another length")
+        _check(ids.width == weights.width == spec.top_k, f"router: {ids.width}, {weights.width} for {spec.top_k}")
+        _check(spec.score in ("sigmoid", "softmax"), f"router score {spec.score}; accepted: sigmoid, softmax")
+        grouped = spec.groups >= 1 and spec.experts % spec.groups == 0 and 1 <= spec.top_groups <= spec.groups
+        _check(grouped, f"router: {spec.top_groups} of {spec.groups} groups of {spec.experts} experts")
+        reachable = spec.top_groups * (spec.experts // spec.groups) if spec.groups > 1 else spec.experts
+        _check(1 <= spec.top_k <= reachable, f"router: top {spec.top_k} of {reachable} experts")
+        self._select("router")
+        self._builder.router(
+            _view(logits),
+            0 if bias is None else self._address(bias),
+            _view(ids, "i32"),
+            _view(weights),
+            softmax=spec.score == "softmax",
+            experts=spec.experts,
+            top_k=spec.top_k,
+            normalise=spec.normalise,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+        )
+
+    def experts(
+        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+    ) -> None:
+        """out = weighted sum of the chosen experts, in routing order."""
+        _check(x.width == out.width, f"experts: {x.width} to {out.width}")
+        _check(not _overlap(x, out), "experts: out aliases x")
+        whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
+        _check(whole, "experts: ids and weights must be whole buffers of the same width")
+        for format_name in sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)}):
+            self._select("expert_ffn", format_name)
+        ffn_layer = self._experts.add_layer(layouts, hidden=x.width, top_k=ids.width, layer=layer)
+        self._calls.append(
+            ExpertCall(
+                layer=layer,
+                ffn_layer=ffn_layer,
+                x=self._arena.address(_view(x)),
+                ids=self._arena.address(_view(ids, "i32"))[0],
+                weights=self._arena.address(_view(weights))[0],
+                out=self._arena.address(_view(out)),
+                outputs=self._builder.after_outputs,
+            )
+        )
+        self._builder.experts(_view(out))
+
+    def finish(self) -> CpuProgram:
+        """The program of all that was recorded since the last finish."""
+        calls, self._calls = self._calls, []
+        ffn = self._experts.native() if calls else None
+        return CpuProgram(self._builder.finish(), self._arena, ffn, calls, self._keep)
+
+    # ---- helpers ----
+
+    def _select(self, op: str, format_name: str = NO_FORMAT) -> None:
+        self._table.select(op, format_name, BACKEND)
+
+    def _matrix(self, weight: Weight) -> Any:
+        self._keep.append(weight.handle)
+        return weight.handle.native
+
+    def _address(self, vector: Vector) -> int:
+        self._keep.append(vector.handle)
+        values: NDArray[np.float32] = vector.handle
+        return int(values.ctypes.data)
+
+
+def _view(rows: Rows, dtype: Literal["f32", "i32"] = "f32") -> Any:
+    _check(rows.dtype == dtype, f"a buffer of {rows.dtype} where {dtype} is needed")
+    return rows.handle.view(rows)
+
+
+def _overlap(a: Rows, b: Rows) -> bool:
+    return bool(a.handle == b.handle and a.start < b.start + b.width and b.start < a.start + a.width)
+
+
+def _check(right: bool, text: str) -> None:
+    if not right:
+        raise ValueError(text)
