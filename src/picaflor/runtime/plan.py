@@ -108,14 +108,19 @@ class Plan:
         self.container.close()
 
 
-def load_backend(options: EngineOptions) -> HostBackend:
-    """The backend by name. Raises UnsupportedKernel naming what there is."""
+def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostBackend:
+    """The backend by name; `notice` gets a line for each fallback. Raises UnsupportedKernel naming what there is."""
     name = "cpu" if options.backend == "auto" else options.backend
     if name not in BACKENDS:
         raise UnsupportedKernel(f"backend {name} is not in this version; accepted: auto, {', '.join(BACKENDS)}")
     module: Any = importlib.import_module(f"picaflor.backends.{name}.backend")
     backend: HostBackend = module.open_backend(
-        threads=options.threads, precision=options.precision, isa=options.isa, disable=options.disable
+        threads=options.threads,
+        precision=options.precision,
+        isa=options.isa,
+        disable=options.disable,
+        strict=options.strict,
+        notice=notice,
     )
     return backend
 
@@ -191,7 +196,7 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
         model, index = open_model(
             container,
             overrides=_overrides(options),
-            context=options.context,
+            context=options.context or DEFAULT_CONTEXT,
             group_size=options.group_size,
             notices=notices,
         )
@@ -225,7 +230,7 @@ def _assemble(
     max_outputs = max(1, min(max_rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
     held = process_memory()
-    backend = load_backend(options)
+    backend = load_backend(options, notices.note)
     files = ExpertFiles(container, index.experts) if index.experts else None
     residents = _Residents(index, backend, files.layouts if files is not None else _no_layouts)
     residents.read_vectors(container)
@@ -237,7 +242,7 @@ def _assemble(
     store = None
     read_threads = options.read_threads or READ_THREADS
     if files is not None:
-        store = ExpertStore(files, slots=ledger.slots, working_slots=WORKING_SLOTS, read_threads=read_threads)
+        store = ExpertStore(files, slots=ledger.slots, working_slots=ledger.working_slots, read_threads=read_threads)
     try:
         residents.read_all(container, progress)
     except BaseException:
