@@ -446,7 +446,7 @@ def test_every_command_has_help(group: LazyGroup, name: str) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("PICAFLOR_")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("PICAFLOR_", "PYTHON"))}
     return {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": "/nowhere"}
 
 
@@ -477,6 +477,16 @@ def test_reader_that_leaves_is_no_error() -> None:
         assert child.stderr is not None
         assert child.stdout.readline() == b" line of text\n"
         child.stdout.close()
+        assert child.wait(60) == app.EXIT_BROKEN_PIPE
+        assert child.stderr.read().decode().splitlines() == [DEMO_LINE, "picaflor: warning: an odd key"]
+
+
+def test_reader_that_was_never_there_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with spawn('(" short",)', "run", "Hi", "--json", stdout=writing) as child:
+        os.close(writing)
+        assert child.stderr is not None
         assert child.wait(60) == app.EXIT_BROKEN_PIPE
         assert child.stderr.read().decode().splitlines() == [DEMO_LINE, "picaflor: warning: an odd key"]
 
