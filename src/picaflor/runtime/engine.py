@@ -364,6 +364,8 @@ class Engine:
             experts_per_token=max((block.router.top_k for block in moe), default=0),
             readers=plan.read_threads if store is not None else 0,
             physical_read_bytes=physical_read_bytes(),
+            kernels={f"{plan.backend.name}.{op}.{name}": n for (op, name), n in plan.backend.table.engaged.items()},
+            fallbacks=dict(plan.backend.table.fallbacks),
             warnings=tuple(self._warnings),
         )
 

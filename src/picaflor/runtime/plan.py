@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Vector, Weight
+from picaflor.backends.table import CapabilityTable
 from picaflor.container.index import Container
 from picaflor.container.types import Matrix
 from picaflor.errors import UnsupportedConfig, UnsupportedKernel, UsageError
@@ -35,6 +36,7 @@ DEFAULT_CHUNK = 256
 MAX_LOGIT_BYTES = 64 << 20
 """Most memory for one step's logits; a step gives fewer rows of logits where the vocabulary is large."""
 SLACK_BYTES = 64
+PAGE_BYTES = 4096
 RUNTIME_BYTES = 16 << 20
 """For thread stacks, Python objects made while running, and allocator slack."""
 
@@ -47,6 +49,7 @@ class HostBackend(Backend, Protocol):
     isa: str
     threads: int
     precision: Precision
+    table: CapabilityTable
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Zeroed memory that is not touched until it is written; 64 bytes more are readable behind it."""
@@ -138,7 +141,11 @@ class _Residents:
         self._vectors: dict[str, Vector] = {}
         self._planes: dict[tuple[tuple[int, int, int], ...], tuple[NDArray[np.uint8], ...]] = {}
         self._fills: list[tuple[Any, NDArray[np.uint8]]] = []
-        self.nbytes = sum(_padded(matrix) for matrix in index.matrices.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory for every matrix that was bound."""
+        return sum(_padded(plane.nbytes) for planes in self._planes.values() for plane in planes)
 
     def matrix(self, name: str) -> Weight:
         """A handle on a matrix whose bytes may still be on disk."""
@@ -181,8 +188,8 @@ class _Residents:
         self._fills.clear()
 
 
-def _padded(matrix: Matrix) -> int:
-    return sum(-(-(span.nbytes + SLACK_BYTES) // 4096) * 4096 for span in matrix.spans)
+def _padded(nbytes: int) -> int:
+    return -(-(nbytes + SLACK_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
@@ -231,7 +238,8 @@ def _assemble(
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
     held = process_memory()
     backend = load_backend(options, notices.note)
-    files = ExpertFiles(container, index.experts) if index.experts else None
+    experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
+    files = ExpertFiles(container, experts) if experts else None
     residents = _Residents(index, backend, files.layouts if files is not None else _no_layouts)
     residents.read_vectors(container)
     recorder = backend.recorder(
