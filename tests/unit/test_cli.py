@@ -492,12 +492,13 @@ def test_reader_that_was_never_there_is_no_error() -> None:
 
 
 def test_interrupt_in_a_process() -> None:
-    with spawn('(" begin\\n", lambda: time.sleep(60))', "run", "Hi") as child:
+    with spawn('(" begin\\n", lambda: time.sleep(60), " late")', "run", "Hi") as child:
         assert child.stdout is not None
         assert child.stderr is not None
         assert child.stdout.readline() == b" begin\n"
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
+        assert child.stdout.read() == b""
         assert child.stderr.read().decode().splitlines()[-1] == "picaflor: interrupted"
 
 
