@@ -11,6 +11,7 @@ from typing import Any
 import convert_models as tiny
 import numpy as np
 import pytest
+import safetensors
 
 from picaflor import formats
 from picaflor.cli.app import run_command_line
@@ -86,7 +87,7 @@ def test_rules_stamps_and_resolution_agree(checkpoint: Path, weights: dict[str, 
         assert len(container.rules_json) == len(container.shards)
         rules = merge_rules(container.rules_json)
         assert rules is not None
-        assert len(rules.rules) < 60
+        assert len(rules.rules) < 45
         _, index = open_model(container)
         resolved = dict(index.matrices)
         for expert in (expert for layer in index.experts.values() for expert in layer):
@@ -110,6 +111,8 @@ def test_an_expert_is_one_read(checkpoint: Path, tmp_path: Path) -> None:
         for expert in (expert for layer in index.experts.values() for expert in layer):
             (run,) = plan_reads(expert).runs
             assert run.offset % 4096 == 0
+            starts = [matrix.spans[0].offset for matrix in (expert.down, expert.gate, expert.up)]
+            assert starts == sorted(starts)
 
 
 @pytest.mark.parametrize("form", encodable())
@@ -199,12 +202,14 @@ def test_an_interrupted_run_leaves_nothing_under_the_name_and_the_next_goes_on(
         with pytest.raises((KeyboardInterrupt, WriteFailed)):
             convert(checkpoint, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
-    kept = list((tmp_path / ".out.partial").glob("model-*.safetensors"))
-    assert kept
+    kept = (tmp_path / ".out.partial").glob("model-*.safetensors")
+    finished = {name for path in kept for name in safetensors.safe_open(path, "np").keys()}  # noqa: SIM118 - no dict
+    assert len(finished) > 20
     assert not list((tmp_path / ".out.partial").glob(".*.tmp-*"))
     again = failing_encoder(monkeypatch, -1, error)
     convert(checkpoint, tmp_path / "out", options)
-    assert len(again) < len(set(tiny.glm_shapes())) - 20
+    assert again
+    assert not finished & set(again)
     assert not (tmp_path / ".out.partial").exists()
     whole = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == whole
@@ -242,9 +247,11 @@ def test_a_stale_temporary_file_is_cleaned_away(
         failing_encoder(patch, 5, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             convert(checkpoint, tmp_path / "out")
-    (tmp_path / ".out.partial" / ".model-00001-of-00001.safetensors.tmp-1").write_bytes(b"half")
+    for name in (".model-00001-of-00001.safetensors.tmp-1", "half", "generation_config.json"):
+        (tmp_path / ".out.partial" / name).write_bytes(b"half")
     convert(checkpoint, tmp_path / "out")
-    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["chat_template.jinja", "config.json", "model-00001-of-00001.safetensors", "tokenizer.json"]
 
 
 def test_a_target_that_is_there_is_never_touched(checkpoint: Path, tmp_path: Path) -> None:
@@ -341,10 +348,22 @@ def test_from_a_container_equal_formats_are_copied_and_others_encoded_from_the_d
     assert report.quality.classes["routed experts"].tensors == 9
 
 
+def test_another_group_size_is_another_format(checkpoint: Path, tmp_path: Path) -> None:
+    convert(checkpoint, tmp_path / "first", ConvertOptions(policy=Policy(group_size=32)))
+    convert(tmp_path / "first", tmp_path / "second", ConvertOptions(policy=Policy(group_size=128)))
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    name = "model.layers.0.self_attn.q_a_proj.weight"
+    planes = tuple(np.frombuffer(first[key], np.uint8) for key in (name, name + ".qs"))
+    decoded = formats.get("int4-grouped").decode(planes, 64, 256, 32)
+    assert encoded(name, decoded, "int4-grouped", 128) == {key: second[key] for key in (name, name + ".qs")}
+
+
 def test_e8_is_turned_back_before_it_is_encoded_again(
     checkpoint: Path, weights: dict[str, F32], tmp_path: Path
 ) -> None:
-    convert(checkpoint, tmp_path / "e8", ConvertOptions(policy=Policy(experts="e8-iq3-lattice")))
+    coded = convert(checkpoint, tmp_path / "e8", ConvertOptions(policy=Policy(experts="e8-iq3-lattice")))
+    assert coded.quality is not None
+    assert 0.1 < coded.quality.classes["routed experts"].relative_rms_error < 0.3
     report = convert(tmp_path / "e8", tmp_path / "f32", ConvertOptions(policy=Policy(experts="f32")))
     assert report.quality is not None
     name = "model.layers.1.mlp.experts.1.down_proj.weight"

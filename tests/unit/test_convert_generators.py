@@ -69,6 +69,7 @@ def test_a_generated_model_loads_and_its_weights_have_the_promised_size(generato
         codes, scales = source.planes(expert.name)
         assert (form.name, expert.group_size) == ("int4-grouped", 64)
         assert len(np.unique(scales.view(np.float32))) > 200
+        assert (codes != source.planes(index.experts[2][0].up.name)[0]).mean() > 0.9
         assert 0 not in (codes & 15)
         assert 0 not in (codes >> 4)
         assert not model.max_positions > json.loads((tmp_path / "a" / "config.json").read_text())["index_topk"]

@@ -6,6 +6,7 @@ Knows models, policies and the writer; must not know where weights come from.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -197,19 +198,20 @@ def _rule(pattern: str, choice: Choice) -> FormatRule:
 
 
 def _patterns(choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:
-    """(pattern, choice), most particular first: exact names, then one layer's experts, then all layers'."""
-    found: list[tuple[str, Choice]] = []
-    left = dict(choices)
-    for numbers, stars in ((r"\.\d+\.", ".*."), (r"experts\.\d+\.", "experts.*.")):
-        groups: dict[str, dict[str, Choice]] = {}
-        for name, choice in left.items():
-            groups.setdefault(re.sub(numbers, stars, name), {})[name] = choice
-        for pattern, members in groups.items():
-            if len(set(members.values())) == 1:
-                found.append((pattern, next(iter(members.values()))))
-                for name in members:
-                    del left[name]
-    return [*left.items(), *found[::-1]]
+    """(pattern, choice): first what differs from the rule, by layer, then one pattern over all layers for the rest.
+
+    Few patterns, because a reader tries them one by one for every tensor.
+    """
+    groups: dict[str, dict[str, Choice]] = {}
+    for name, choice in choices.items():
+        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = choice
+    usual = {pattern: Counter(members.values()).most_common(1)[0][0] for pattern, members in groups.items()}
+    unusual: dict[str, Choice] = {}
+    for pattern, members in groups.items():
+        for name, choice in members.items():
+            if choice != usual[pattern]:
+                unusual.setdefault(re.sub(r"experts\.\d+\.", "experts.*.", name), choice)
+    return [*unusual.items(), *usual.items()]
 
 
 def _draft_names(model: Model) -> frozenset[str]:
