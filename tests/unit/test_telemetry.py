@@ -214,8 +214,10 @@ def test_long_tail_is_named() -> None:
 
 def test_printed_report_has_every_row_and_no_markup() -> None:
     stream = io.StringIO()
-    print_report(replace(RECORD, warnings=("[odd] name", "second"), fallbacks={"a->b": 3}), stream)
+    long = "w" * 300
+    print_report(replace(RECORD, warnings=("[odd] name", "second", long), fallbacks={"a->b.-": 3}), stream)
     text = stream.getvalue()
+    assert long in text
     for part in ("warning", "[odd] name", "second", "a->b 3", "disk-bound"):
         assert part in text
     assert "\x1b" not in text

@@ -14,6 +14,8 @@ from picaflor.telemetry.verdict import verdict
 
 TAIL_SAMPLES = 32
 TAIL_FACTOR = 3
+UNBROKEN = 10_000
+"""Columns where no terminal folds the lines."""
 
 
 def rows(record: Record) -> list[tuple[str, str]]:
@@ -61,7 +63,7 @@ def print_report(record: Record, stream: TextIO) -> None:
     table.add_column(overflow="fold")
     for label, text in rows(record):
         table.add_row(label, Text(text))
-    Console(file=stream, highlight=False, soft_wrap=not stream.isatty()).print(table)
+    Console(file=stream, highlight=False, width=None if stream.isatty() else UNBROKEN).print(table)
 
 
 def _decimal(size: float) -> str:
@@ -134,4 +136,4 @@ def _shares(phase: Phase) -> str:
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+    return ", ".join(f"{name.removesuffix('.-')} {count}" for name, count in counts.items())
