@@ -5,14 +5,18 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "cpu/expert_ffn.h"
 #include "cpu/kernels.h"
 #include "cpu/kernels_bench.h"
 
@@ -165,9 +169,75 @@ double bench_prepare(const std::string& isa, const Weight& weight, int32_t plane
   return prepare_seconds(*kernels, spec, x.data(), prepared.data(), repeats);
 }
 
+// (format, rows, cols, group size, offset in bytes of each plane)
+using MatrixTuple = std::tuple<int32_t, int64_t, int64_t, int32_t, std::vector<int64_t>>;
+using IntList = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using AddressList = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+SlotMatrix slot_matrix(const MatrixTuple& tuple) {
+  const auto& [format, rows, cols, group, offsets] = tuple;
+  if (offsets.empty() || offsets.size() > 2) {
+    throw std::invalid_argument("an expert matrix has " + std::to_string(offsets.size()) + " planes, needs 1 or 2");
+  }
+  return {static_cast<FormatId>(format), rows, cols, group, offsets[0], offsets.size() > 1 ? offsets[1] : 0};
+}
+
+int32_t add_layer(ExpertFfn& ffn, const std::vector<std::vector<MatrixTuple>>& experts) {
+  std::vector<SlotLayout> layouts;
+  for (const std::vector<MatrixTuple>& expert : experts) {
+    if (expert.size() != 3) {
+      throw std::invalid_argument("an expert has " + std::to_string(expert.size()) + " matrices, needs 3");
+    }
+    layouts.push_back({slot_matrix(expert[0]), slot_matrix(expert[1]), slot_matrix(expert[2])});
+  }
+  return ffn.add_layer(layouts);
+}
+
+nb::ndarray<nb::numpy, int32_t> begin_experts(ExpertFfn& ffn, int32_t layer, uint64_t x, int64_t x_stride, uint64_t ids,
+                                              int64_t rows) {
+  std::vector<int32_t> distinct = ffn.begin(layer, reinterpret_cast<const float*>(x), x_stride,
+                                            reinterpret_cast<const int32_t*>(ids), rows);
+  const size_t count = distinct.size();
+  return owned(std::move(distinct), {count});
+}
+
+void run_experts(ExpertFfn& ffn, const IntList& ids, const AddressList& addresses) {
+  if (ids.shape(0) != addresses.shape(0)) {
+    throw std::invalid_argument(std::to_string(ids.shape(0)) + " expert ids with " +
+                                std::to_string(addresses.shape(0)) + " addresses");
+  }
+  const nb::gil_scoped_release release;
+  ffn.run(ids.data(), addresses.data(), static_cast<int64_t>(ids.shape(0)));
+}
+
+void bind_experts(nb::module_& module) {
+  nb::class_<ExpertFfn>(module, "ExpertFfn")
+      .def(
+          "__init__",
+          [](ExpertFfn* self, std::shared_ptr<Pool> pool, const std::string& isa, int32_t planes, int64_t hidden,
+             int64_t inner_max, int64_t max_rows, int64_t top_k) {
+            new (self) ExpertFfn(std::move(pool), kernels_for(isa),
+                                 ExpertSizes{planes, hidden, inner_max, max_rows, top_k});
+          },
+          "pool"_a, "isa"_a, "planes"_a, "hidden"_a, "inner_max"_a, "max_rows"_a, "top_k"_a)
+      .def("add_layer", add_layer, "experts"_a, "The layer's number; per expert gate, up and down as tuples.")
+      .def("begin", begin_experts, "layer"_a, "x"_a, "x_stride"_a, "ids"_a, "rows"_a,
+           "Distinct expert ids of the rows, in order of first use.")
+      .def("run", run_experts, "ids"_a, "addresses"_a)
+      .def(
+          "finish",
+          [](ExpertFfn& ffn, uint64_t weights, uint64_t out, int64_t out_stride) {
+            const nb::gil_scoped_release release;
+            ffn.finish(reinterpret_cast<const float*>(weights), reinterpret_cast<float*>(out), out_stride);
+          },
+          "weights"_a, "out"_a, "out_stride"_a)
+      .def_prop_ro("workspace_bytes", &ExpertFfn::workspace_bytes);
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
+  bind_experts(module);
   nb::class_<Weight>(module, "Weight")
       .def("__init__", make_weight, "format"_a, "rows"_a, "cols"_a, nb::kw_only(), "group"_a, "codes"_a,
            "codes_bytes"_a, "scales"_a, "scales_bytes"_a)
