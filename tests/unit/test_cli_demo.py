@@ -1,0 +1,169 @@
+"""The command line on the built-in model, in processes of their own: the same text whatever the machine does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cli import child_environment
+
+from picaflor.cli.model import DEMO_LINE
+from picaflor.runtime.builtin import folder
+
+PROMPT = "Once upon a time"
+
+
+def picaflor(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "picaflor", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=300)
+
+
+def written(*words: str) -> str:
+    done = picaflor("run", PROMPT, "--seed", "7", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"{DEMO_LINE}\n"
+    return done.stdout
+
+
+def test_the_same_seed_writes_the_same_text_and_another_one_another() -> None:
+    text = written("-n", "40")
+    assert len(text) > 60
+    assert written("-n", "40") == text
+    assert written("-n", "40", "--seed", "8") != text
+
+
+def test_a_shorter_answer_is_the_beginning_of_a_longer_one() -> None:
+    assert written("-n", "40").startswith(written("-n", "12").rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--expert-slots", "1"),
+        ("--threads", "1", "--read-threads", "1"),
+        ("--threads", "3", "--prefill-chunk", "1"),
+        ("--isa", "scalar"),
+        ("--ram", "96MiB"),
+        ("--profile",),
+    ],
+    ids=" ".join,
+)
+def test_options_of_the_machine_never_change_the_text(words: tuple[str, ...]) -> None:
+    done = picaflor("run", PROMPT, "--seed", "7", "-n", "24", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == written("-n", "24")
+
+
+def test_stop_text_ends_before_itself() -> None:
+    text = written("-n", "40")
+    word = text.split()[5]
+    assert written("-n", "40", "--stop", word).rstrip("\n") == text[: text.index(word)].rstrip("\n")
+
+
+def test_the_record_tells_what_was_read() -> None:
+    done = picaflor("run", PROMPT, "--seed", "7", "-n", "24", "--expert-slots", "1", "--json")
+    result = json.loads(done.stdout)
+    record = result["record"]
+    decode, memory = record["decode"], record["memory"]
+    assert round(record["parameters"] / 1e6) == 27
+    assert f"{round(record['parameters'] / 1e6)} M" in DEMO_LINE
+    wanted = decode["hits_pinned"] + decode["hits_lru"] + decode["joined"] + decode["loads"]
+    assert wanted == decode["tokens"] * record["moe_layers"] * record["experts_per_token"]
+    assert decode["loads"] > 0
+    assert decode["read_bytes"] > 0
+    assert memory["expert_slots"] == 1
+    assert sum(decode["shares"].values()) == pytest.approx(1.0)
+    assert record["fallbacks"] == {}
+    assert result["finish_reason"] == "length"
+
+
+def test_chat_answers() -> None:
+    command = [sys.executable, "-m", "picaflor", "chat", "--seed", "3", "-n", "24"]
+    done = subprocess.run(
+        command, input="What is a ship?\n", capture_output=True, text=True, env=child_environment(), timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 20
+    assert "<|" not in done.stdout
+
+
+def test_interrupt_while_it_writes() -> None:
+    command = [sys.executable, "-m", "picaflor", "run", PROMPT, "--seed", "7", "-n", "4000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.read(1)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+        assert child.stderr.read() == f"{DEMO_LINE}\npicaflor: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((PROMPT, "--ram", "20MiB"), 1, "short of"),
+        (("word " * 4100,), 1, "tokens and the context holds 4096"),
+        ((PROMPT, "--ctx", "100000"), 2, "--ctx 100000: the model is made for at most 4096 tokens"),
+        ((PROMPT, "--disable", "cpu.fly"), 2, "--disable cpu.fly: there is no such kernel"),
+        ((PROMPT, "--disable", "cpu.matmul.int8-row"), 1, "cpu.matmul.int8-row is refused: disabled by --disable"),
+    ],
+    ids=["memory", "context", "too much context", "unknown kernel", "disabled kernel"],
+)
+def test_refusals_are_one_line(words: tuple[str, ...], code: int, message: str) -> None:
+    done = picaflor("run", *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    lines = done.stderr.splitlines()
+    assert lines[0] == DEMO_LINE
+    assert len(lines) == 2
+    assert lines[1].startswith("picaflor: error: ")
+    assert message in lines[1]
+
+
+def test_unknown_model_type(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "model-00001-of-00001.safetensors"):
+        (tmp_path / name).symlink_to(folder() / name)
+    config = json.loads((folder() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    done = picaflor("run", str(tmp_path), PROMPT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "unheard_of" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_capabilities_of_the_built_in_model() -> None:
+    done = picaflor("capabilities", str(folder()), "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["backend"] == "cpu"
+    uses = {(cell["kind"], cell["format"], cell["operation"]): cell["matrices"] for cell in result["cells"]}
+    assert uses["expert", "int4-grouped", "expert_ffn"] == 7 * 24 * 3
+    assert uses["kv_b", "int4-grouped", "row_axpy"] == 8
+    assert ("embedding", "int8-row", "rows") in uses
+    refused = picaflor("capabilities", str(folder()), "--disable", "cpu.expert_ffn.int4-grouped")
+    assert refused.returncode == 1
+    assert "refused  disabled by --disable" in refused.stdout
+
+
+def test_capabilities_without_a_model_list_every_format() -> None:
+    from picaflor.formats import REGISTRY
+
+    done = picaflor("capabilities", "--json")
+    cells = {(cell["operation"], cell["format"]): cell for cell in json.loads(done.stdout)["cells"]}
+    for name in REGISTRY:
+        assert cells["matmul", name]["state"] in ("native", "composed")
+        assert cells["expert_ffn", name]["state"] in ("native", "composed")
+    assert cells["rows", "e8-iq3-lattice"]["state"] == "refused"
+    assert cells["rows", "e8-iq3-lattice"]["reason"]
+
+
+def test_doctor_finds_this_machine_fit() -> None:
+    done = picaflor("doctor", str(folder()), "--json")
+    assert done.returncode == 0, done.stdout
+    checks = {check["id"]: check for check in json.loads(done.stdout)["checks"]}
+    assert {"cpu.scalar", "model.files", "model.tokenizer"} <= set(checks)
