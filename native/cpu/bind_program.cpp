@@ -10,6 +10,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <stdexcept>
@@ -52,6 +53,9 @@ int64_t sample(const std::string& isa, const Floats& logits, float temperature, 
   }
   if (!std::isfinite(top)) {
     return 0;
+  }
+  if (!std::isfinite(top / temperature)) {
+    return std::find(x, x + n, top) - x;  // colder than floats can say: greedy
   }
   std::vector<float> weights(static_cast<size_t>(n));
   ops_for(kernels_for(isa))->sample_weights(x, temperature, top / temperature, weights.data(), n);

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from ops_support import F64, ISAS, VARIANTS, backend, batch, chain16, exp32, f32_weight, fma32, ints, same_bits
 
-from ops_support import ISAS, VARIANTS, F64, backend, batch, chain16, exp32, f32_weight, fma32, ints, same_bits
 from picaflor.backends.api import GQA, I32, MLA
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.formats.base import F32
@@ -46,8 +46,17 @@ class Case:
         return float((self.nope + self.rope if self.kv_b is not None else self.head_dim) ** -0.5)
 
 
-def _mla(length: int, *, heads: int = 5, latent: int = 40, nope: int = 12, rope: int = 8, value: int = 9,
-         rows: int = 3, seed: int = 0) -> Case:
+def _mla(
+    length: int,
+    *,
+    heads: int = 5,
+    latent: int = 40,
+    nope: int = 12,
+    rope: int = 8,
+    value: int = 9,
+    rows: int = 3,
+    seed: int = 0,
+) -> Case:
     rng = np.random.default_rng(seed + length)
 
     def normal(*shape: int) -> F32:
@@ -94,8 +103,16 @@ def _run(device: CpuBackend, case: Case, *, rows: slice = slice(None)) -> F32:
     chosen = None if case.selection is None else r.rows(case.selection.shape[1], dtype="i32")
     kind: MLA | GQA
     if case.kv_b is not None:
-        kind = MLA(f32_weight(device, case.kv_b), key_plane, value_plane, case.heads, case.nope, case.rope, case.value,
-                   case.scale)
+        kind = MLA(
+            f32_weight(device, case.kv_b),
+            key_plane,
+            value_plane,
+            case.heads,
+            case.nope,
+            case.rope,
+            case.value,
+            case.scale,
+        )
         out = r.rows(case.heads * case.value)
     else:
         kind = GQA(key_plane, value_plane, case.heads, case.kv_heads, case.head_dim, case.scale)
@@ -302,8 +319,9 @@ def test_sequences_do_not_see_each_other() -> None:
     program.run(batch([0, 0, 1, 1, 2, 2], sequences=[0, 1, 0, 1, 0, 1], pages=pages))
     both = program.view(out, 6).copy()
     for sequence in (0, 1):
-        case = Case(keys=k[sequence::2], values=v[sequence::2], q=x[sequence::2], positions=ints(range(3)), heads=2,
-                    kv_heads=2)
+        case = Case(
+            keys=k[sequence::2], values=v[sequence::2], q=x[sequence::2], positions=ints(range(3)), heads=2, kv_heads=2
+        )
         assert same_bits(_run(device, case), both[sequence::2])
 
 

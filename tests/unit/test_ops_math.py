@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ops_support import ISAS, exp32, fma32, same_bits
 
 import picaflor._native as _native
-from ops_support import ISAS, exp32, fma32, same_bits
 from picaflor.formats.base import F32
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ops_support import F64, ISAS, VARIANTS, backend, batch, chain16, exp32, f32_weight, fma32, recorder, rig, same_bits
 
-from ops_support import ISAS, VARIANTS, F64, backend, batch, chain16, exp32, f32_weight, fma32, recorder, rig, same_bits
 from picaflor.backends.api import RopeStyle
 from picaflor.errors import UnsupportedKernel
 from picaflor.formats import REGISTRY
@@ -135,7 +135,9 @@ def test_rows_of_a_rotated_format_are_refused_by_name() -> None:
         planes.append(memory)
     weight = device.weight("embed", "e8-iq3-lattice", (4, 256), 0, planes)
     r = recorder(device)
-    with pytest.raises(UnsupportedKernel, match=r"embed: cpu\.rows\.e8-iq3-lattice is refused: its rows are stored rot"):
+    with pytest.raises(
+        UnsupportedKernel, match=r"embed: cpu\.rows\.e8-iq3-lattice is refused: its rows are stored rot"
+    ):
         r.embed(weight, r.rows(256))
 
 
