@@ -120,7 +120,7 @@ def test_a_cell_must_explain_itself() -> None:
         {"state": "native", "reason": "why"},
         {"state": "native", "to": "cpu"},
     ):
-        with pytest.raises(ValueError, match="cell gpu.matmul.a"):
+        with pytest.raises(ValueError, match=r"cell gpu\.matmul\.a"):
             Cell("gpu", "matmul", "a", **wrong)  # type: ignore[arg-type]
     table, _ = _table()
     with pytest.raises(ValueError, match=r"cell cpu\.matmul\.a is declared twice"):

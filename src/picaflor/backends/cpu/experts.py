@@ -16,21 +16,21 @@ FORMAT_NUMBERS: Final = {name: number for number, name in enumerate(REGISTRY)}
 
 
 class Experts:
-    """Layers are added while recording; `native` makes one operation for those since the last call of it."""
+    """Layers are added while recording; `native` hands those since its last call to one native operation."""
 
     def __init__(self, pool: Any, *, isa: str, planes: int, max_rows: int) -> None:
         self._pool = pool
         self._isa = isa
         self._planes = planes
         self._max_rows = max_rows
-        self._layers: list[Sequence[ExpertLayout]] = []
+        self._added: list[Sequence[ExpertLayout]] = []
         self._hidden = 0
         self._top_k = 0
-        self._made: list[Any] = []
+        self._made: dict[tuple[int, int, int], Any] = {}
 
     def add_layer(self, layouts: Sequence[ExpertLayout], *, hidden: int, top_k: int, layer: int) -> int:
-        """The layer's number in the operation that `native` makes next. Raises ValueError where shapes do not fit."""
-        if self._layers and (hidden, top_k) != (self._hidden, self._top_k):
+        """The layer's number among those added since the last `native`. Raises ValueError where shapes do not fit."""
+        if self._added and (hidden, top_k) != (self._hidden, self._top_k):
             raise ValueError(f"layer {layer}: {hidden} wide, top {top_k}; others {self._hidden}, top {self._top_k}")
         for number, expert in enumerate(layouts):
             inner = expert.gate.rows
@@ -38,22 +38,28 @@ class Experts:
             if shapes != [(inner, hidden), (inner, hidden), (hidden, inner)]:
                 raise ValueError(f"layer {layer}, expert {number}: gate, up, down are {shapes} for rows of {hidden}")
         self._hidden, self._top_k = hidden, top_k
-        self._layers.append(layouts)
-        return len(self._layers) - 1
+        self._added.append(layouts)
+        return len(self._added) - 1
 
-    def native(self) -> Any:
-        """The native operation over the layers added since the last call."""
-        inner = max(expert.gate.rows for layouts in self._layers for expert in layouts)
-        ffn = _native.ExpertFfn(self._pool, self._isa, self._planes, self._hidden, inner, self._max_rows, self._top_k)
-        for layouts in self._layers:
-            ffn.add_layer([_expert(layout) for layout in layouts])
-        self._layers = []
-        self._made.append(ffn)
-        return ffn
+    def native(self) -> tuple[Any, list[int]]:
+        """The native operation, and in it the numbers of the layers added since the last call.
+
+        Programs with equal sizes share one operation and its buffers: they do not run at the same time.
+        """
+        inner = max((expert.gate.rows for layouts in self._added for expert in layouts), default=0)
+        key = (self._hidden, inner, self._top_k)
+        if key not in self._made:
+            self._made[key] = _native.ExpertFfn(
+                self._pool, self._isa, self._planes, self._hidden, inner, self._max_rows, self._top_k
+            )
+        ffn = self._made[key]
+        numbers = [ffn.add_layer([_expert(layout) for layout in layouts]) for layouts in self._added]
+        self._added = []
+        return ffn, numbers
 
     def workspace_bytes(self) -> int:
         """Bytes that the operations' buffers can come to."""
-        return sum(int(ffn.workspace_bytes) for ffn in self._made)
+        return sum(int(ffn.workspace_bytes) for ffn in self._made.values())
 
 
 def _expert(layout: ExpertLayout) -> list[tuple[int, int, int, int, tuple[int, ...]]]:

@@ -6,7 +6,7 @@ Knows shapes and the native builder; must not know families, files or the expert
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -282,7 +282,8 @@ class CpuRecorder:
     def finish(self) -> CpuProgram:
         """The program of all that was recorded since the last finish."""
         calls, self._calls = self._calls, []
-        ffn = self._experts.native() if calls else None
+        ffn, numbers = self._experts.native() if calls else (None, [])
+        calls = [replace(call, ffn_layer=numbers[call.ffn_layer]) for call in calls]
         return CpuProgram(self._builder.finish(), self._arena, ffn, calls, self._keep)
 
     # ---- helpers ----
