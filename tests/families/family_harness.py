@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from picaflor.backends.api import Backend, Batch, Vector, Weight
+from picaflor.backends.api import Backend, Batch, Precision, Vector, Weight
+from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.reference import MemoryExperts, ReferenceBackend, allocate
 from picaflor.container.index import Container
 from picaflor.models.base import DraftForward, Forward, Scope
@@ -63,7 +64,15 @@ class BackendCase:
         return self.name
 
 
-BACKENDS = [BackendCase("reference", ReferenceBackend, bound=2e-6, e8_bound=2e-6, float32_bound=1e-5)]
+def _cpu(precision: Precision) -> Callable[[], Backend]:
+    return lambda: CpuBackend(threads=2, precision=precision)
+
+
+BACKENDS = [
+    BackendCase("reference", ReferenceBackend, bound=2e-6, e8_bound=2e-6, float32_bound=1e-5),
+    BackendCase("cpu-exact", _cpu("exact"), bound=1e-5, e8_bound=1e-5, float32_bound=1e-4),
+    BackendCase("cpu-standard", _cpu("standard"), bound=5e-4, e8_bound=1e-3, float32_bound=5e-4),
+]
 
 
 def read_planes(container: Container, spans: Sequence[Any]) -> list[NDArray[np.uint8]]:

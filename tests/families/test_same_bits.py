@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from picaflor._native import kernel_isas
 from picaflor.runtime.engine import Engine, EngineOptions, SamplingOptions
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
@@ -72,12 +73,10 @@ def assert_same_bits(found: NDArray[np.float32], wanted: NDArray[np.float32]) ->
 def test_logits_and_sampled_tokens_have_the_same_bits(
     variant: str, expected: tuple[str, dict[int, tuple[NDArray[np.float32], list[int]]]]
 ) -> None:
-    from picaflor.backends.cpu.backend import available_isas
-
     precision, known = expected
     options = replace(VARIANTS[variant], precision=precision)
-    if options.isa not in ("auto", *available_isas()):
-        pytest.skip(f"this machine has no {options.isa}: {', '.join(available_isas())}")
+    if options.isa not in ("auto", *kernel_isas()):
+        pytest.skip(f"this machine has no {options.isa}: {', '.join(kernel_isas())}")
     count = SHORT if options.isa == "scalar" else LONG
     logits, tokens = logits_and_text(options, count)
     assert_same_bits(logits, known[count][0])
