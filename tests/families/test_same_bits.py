@@ -1,7 +1,7 @@
 """Placement, threads, batch, chunks, cache size and instruction set decide speed, never a bit of the logits.
 
-One parametrized test on the built-in model, compared with ==. The prompt is longer than the model's index_topk (512), so
-that sparse selection acts; on plain code, which is slow, it is shorter. Must not know how the CPU backend computes.
+One parametrized test on the built-in model, compared with ==. The prompt is longer than the model's index_topk (512),
+so that sparse selection acts; on plain code, which is slow, it is shorter. Must not know how the CPU backend computes.
 """
 
 from __future__ import annotations
