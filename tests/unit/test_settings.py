@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ from picaflor.errors import UsageError
 from picaflor.settings import TABLE, Settings, load
 
 SOURCE = Path(picaflor.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(settings.PREFIX)]:
+        monkeypatch.delenv(name)
 
 
 def config(tmp_path: Path, text: str) -> dict[str, str]:
