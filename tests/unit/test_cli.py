@@ -24,8 +24,6 @@ from picaflor.cli.model import DEMO_LINE, looks_like_model, model_and_prompt
 from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
 from picaflor.telemetry.record import Phase, Record
 
-SOURCE = Path(cli.__file__).parents[2]
-
 
 @dataclass(frozen=True)
 class Piece:
