@@ -18,6 +18,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)")
 _LIMIT = 2**63
+_LETTERS = "KMGTPE"
 
 
 def parse_bytes(text: str) -> int:
@@ -40,11 +41,9 @@ def format_bytes(size: int) -> str:
     """`size` in bytes with three digits or more and a binary unit: "700 MiB", "1.85 GiB", "12 B"."""
     if size < 1024:
         return f"{size} B"
-    value, unit = float(size), "B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
-        value /= 1024
-        if value < 1023.5:
-            break
+    value, power = size / 1024, 0
+    while value >= 1023.5 and power < len(_LETTERS) - 1:
+        value, power = value / 1024, power + 1
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     text = f"{value:.{digits}f}"
-    return f"{text.rstrip('0').rstrip('.') if digits else text} {unit}"
+    return f"{text.rstrip('0').rstrip('.') if digits else text} {_LETTERS[power]}iB"
