@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from picaflor.errors import PicaflorError
-from picaflor.runtime.bench import DecodeBench, fixed_tokens, measure_decode
+from picaflor.runtime.bench import DecodeBench, MemoryProbe, fixed_tokens, measure_decode
 
 
 class FakeEngine:
@@ -74,3 +74,9 @@ def test_a_bench_of_one_repeat_is_its_own_median() -> None:
     assert bench.tokens_per_s == 2.0
     assert bench.floor_tokens_per_s == 4.0
     assert bench.of_floor == 0.5
+
+
+def test_the_probe_reads_its_own_block() -> None:
+    pytest.importorskip("picaflor._native", reason="the native part of the package is not built")
+    probe = MemoryProbe(isa="scalar", threads=2, nbytes=1 << 20)
+    assert probe() > 0
