@@ -61,6 +61,11 @@ thread_local const void* running_in = nullptr;
 
 }  // namespace
 
+// The gate of the current run: its number, whether it is closed to late threads, how many workers are inside.
+constexpr uint64_t kClosed = uint64_t{1} << 15;
+constexpr uint64_t kInside = kClosed - 1;
+constexpr int kNumberShift = 16;
+
 struct Pool::State {
   explicit State(int count) : threads(count), owner(getpid()) {}
 
@@ -71,10 +76,12 @@ struct Pool::State {
   std::mutex one_run;
   std::vector<std::thread> workers;
   const std::function<void(int)>* body = nullptr;
-  bool stopping = false;
-  alignas(64) std::atomic<uint32_t> generation{0};
-  alignas(64) std::atomic<uint32_t> done{0};       // counts the runs that all workers have finished
-  alignas(64) std::atomic<uint32_t> remaining{0};  // workers still inside the current run
+  uint64_t number = 0;  // of the current run
+  std::atomic<bool> stopping{false};
+  alignas(64) std::atomic<uint32_t> generation{0};  // changes when there is a new run, or an end
+  alignas(64) std::atomic<uint64_t> gate{kClosed};
+  std::atomic<uint32_t> left{0};               // workers that have finished the current run
+  alignas(64) std::atomic<uint32_t> quiet{0};  // changes when the caller may stop waiting
   alignas(64) std::atomic<uint32_t> arrived{0};
   alignas(64) std::atomic<uint32_t> phase{0};
   std::atomic<bool> failed{false};
@@ -89,7 +96,7 @@ struct Pool::State {
   }
 
   void stop() {
-    stopping = true;
+    stopping.store(true, std::memory_order_release);
     advance(generation);
     for (std::thread& worker : workers) {
       worker.join();
@@ -99,16 +106,37 @@ struct Pool::State {
   void work(int thread) {
     running_in = this;
     uint32_t seen = 0;
+    uint64_t last = 0;  // number of the run that this worker was in
     for (;;) {
       wait_change(generation, seen);
-      ++seen;  // a worker takes part in every run, so it can never miss one
-      if (stopping) {
+      seen = generation.load(std::memory_order_acquire);
+      if (stopping.load(std::memory_order_acquire)) {
         return;
       }
-      call(thread);
-      if (remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        advance(done);
+      if (enter(last)) {
+        call(thread);
+        leave();
       }
+    }
+  }
+
+  // Join the run at the gate, unless it is closed or was joined before.
+  bool enter(uint64_t& last) {
+    uint64_t now = gate.load(std::memory_order_acquire);
+    do {
+      if ((now & kClosed) != 0 || now >> kNumberShift == last) {
+        return false;
+      }
+    } while (!gate.compare_exchange_weak(now, now + 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    last = now >> kNumberShift;
+    return true;
+  }
+
+  void leave() {
+    const bool all = left.fetch_add(1, std::memory_order_acq_rel) + 1 == others();
+    const uint64_t now = gate.fetch_sub(1, std::memory_order_acq_rel) - 1;
+    if (all || ((now & kClosed) != 0 && (now & kInside) == 0)) {
+      advance(quiet);
     }
   }
 
@@ -129,20 +157,37 @@ struct Pool::State {
     }
   }
 
-  void run(const std::function<void(int)>& task) {
-    const uint32_t before = done.load(std::memory_order_relaxed);
+  void run(const std::function<void(int)>& task, bool wait_for_all) {
     body = &task;
+    ++number;
+    left.store(0, std::memory_order_relaxed);
     arrived.store(0, std::memory_order_relaxed);
     failed.store(false, std::memory_order_relaxed);
     error = nullptr;
-    remaining.store(others(), std::memory_order_relaxed);
+    gate.store(number << kNumberShift, std::memory_order_release);
     advance(generation);
     const void* outer = std::exchange(running_in, this);
     call(0);
     running_in = outer;
-    wait_change(done, before);
+    if (wait_for_all) {
+      wait_until([this] { return left.load(std::memory_order_acquire) == others(); });
+    }
+    gate.fetch_or(kClosed, std::memory_order_acq_rel);
+    wait_until([this] { return (gate.load(std::memory_order_acquire) & kInside) == 0; });
     if (error) {
       std::rethrow_exception(std::exchange(error, nullptr));
+    }
+  }
+
+  // Every change that can make `ready` true is followed by one of `quiet`.
+  template <typename Ready>
+  void wait_until(Ready ready) {
+    for (;;) {
+      const uint32_t before = quiet.load(std::memory_order_acquire);
+      if (ready()) {
+        return;
+      }
+      wait_change(quiet, before);
     }
   }
 
@@ -180,11 +225,7 @@ Pool::~Pool() {
 
 int Pool::threads() const { return state_->threads; }
 
-void Pool::run(const std::function<void(int)>& body) {
-  if (state_->threads == 1) {
-    body(0);
-    return;
-  }
+Pool::State& Pool::ready() {
   if (state_->owner != getpid()) {
     const int threads = state_->threads;
     static_cast<void>(state_.release());
@@ -194,16 +235,54 @@ void Pool::run(const std::function<void(int)>& body) {
   if (running_in == state_.get()) {
     throw std::logic_error("Pool::run inside Pool::run");
   }
-  const std::lock_guard<std::mutex> hold(state_->one_run);
-  if (state_->workers.empty()) {
-    state_->start();
+  return *state_;
+}
+
+void Pool::run(const std::function<void(int)>& body) { start(body, true); }
+
+void Pool::run_open(const std::function<void(int)>& body) { start(body, false); }
+
+void Pool::start(const std::function<void(int)>& body, bool wait_for_all) {
+  if (state_->threads == 1) {
+    body(0);
+    return;
   }
-  state_->run(body);
+  State& state = ready();
+  const std::lock_guard<std::mutex> hold(state.one_run);
+  if (state.workers.empty()) {
+    state.start();
+  }
+  state.run(body, wait_for_all);
 }
 
 void Pool::barrier() {
   if (state_->threads > 1) {
     state_->barrier();
+  }
+}
+
+void Stage::finish_one() {
+  if (finished_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(items_)) {
+    finished_.notify_all();
+  }
+}
+
+void Stage::abandon() {
+  broken_.store(true, std::memory_order_release);
+  finished_.fetch_add(1, std::memory_order_acq_rel);
+  finished_.notify_all();
+}
+
+void Stage::wait() {
+  for (;;) {
+    const uint32_t done = finished_.load(std::memory_order_acquire);
+    if (broken_.load(std::memory_order_acquire)) {
+      throw BarrierBroken{};
+    }
+    if (done >= static_cast<uint32_t>(items_)) {
+      return;
+    }
+    wait_change(finished_, done);
   }
 }
 

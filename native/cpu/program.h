@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <tuple>
@@ -88,7 +89,8 @@ class Arena {
   Cached plane(int32_t plane, int64_t width) const;
   float* plane_data(int32_t plane) const { return planes_[static_cast<size_t>(plane)].memory.as<float>(); }
   float* scratch(int thread) const;
-  float* scores(int64_t row) const { return scores_->as<float>() + row * capacity(); }
+  // One score per position: lines 0 .. kScoreRows-1 are shared, then two for each thread.
+  float* scores(int64_t line) const { return scores_->as<float>() + line * capacity(); }
   int64_t capacity() const { return spec.pages * spec.page_tokens; }
   int64_t touched_bytes() const;  // of the KV planes
   // What buffers, prepared rows and scratch can come to; of buffers that only output rows use, max_outputs rows.
@@ -129,27 +131,21 @@ class Arena {
   std::vector<uint8_t> touched_;
 };
 
-constexpr int64_t kScoreRows = 16;  // rows whose indexer scores are kept at a time
+constexpr int64_t kScoreRows = 16;  // rows whose indexer scores several threads make together
 
 struct Range {
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-// Rows of one thread in row-by-row steps; with fewer rows than threads the first threads get them.
-inline Range rows_of(int64_t rows, int thread, int threads) {
-  return {(rows * thread + threads - 1) / threads, (rows * (thread + 1) + threads - 1) / threads};
-}
-
-// One operation. `begin` runs on one thread before all threads call `run`.
+// One operation. `begin` runs on one thread before all threads work on its items.
 class Step {
  public:
   virtual ~Step() = default;
   virtual void begin(Arena&) {}
-  virtual void run(Arena& arena, int thread) = 0;
 
   TimeClass time = TimeClass::other;
-  bool barrier = false;  // wait for all threads before this step
+  bool barrier = false;  // all work before must be finished first
   bool outputs = false;  // acts on the packed output rows
 
   int64_t rows(const Arena& arena) const {
@@ -159,7 +155,43 @@ class Step {
   int64_t batch_row(const Arena& arena, int64_t row) const {
     return outputs ? arena.batch.outputs[static_cast<size_t>(row)] : row;
   }
-  Range mine(const Arena& arena, int thread) const { return rows_of(rows(arena), thread, arena.threads); }
+};
+
+// Row r of the output depends on row r of the inputs only: several of these in a row share their items.
+class RowStep : public Step {
+ public:
+  virtual void run_rows(Arena& arena, Range range, int thread) = 0;
+};
+
+// Work cut into independent items of its own.
+class ItemStep : public Step {
+ public:
+  virtual int64_t items(const Arena& arena) const = 0;  // after begin
+  virtual void run_item(Arena& arena, int64_t item, int thread) = 0;
+};
+
+// Steps between two barriers. They touch nothing of each other but row by row, so their items go in any order.
+class Phase {
+ public:
+  void add(Step* step);
+  void begin(Arena& arena);
+  // `charge(time class)` is called before each piece of work.
+  template <typename Charge>
+  void run(Arena& arena, int thread, Charge charge);
+
+ private:
+  // Row steps of one row domain in order, or one step with items.
+  struct Unit {
+    std::vector<RowStep*> row_steps;
+    ItemStep* step = nullptr;
+    bool outputs = false;
+    int64_t block = 1;  // rows per item
+    int64_t rows = 0;
+    int64_t first = 0;  // item number in the phase
+  };
+
+  std::vector<Unit> units_;
+  Stage stage_;
 };
 
 // Steps between two calls of experts; each segment is one Pool::run.
@@ -178,6 +210,7 @@ class Program {
  private:
   std::shared_ptr<Arena> arena_;
   std::vector<std::vector<std::unique_ptr<Step>>> segments_;
+  std::vector<std::deque<Phase>> phases_;  // of each segment
   std::array<double, kTimeClasses> seconds_{};
 };
 

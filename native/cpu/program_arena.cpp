@@ -79,7 +79,7 @@ void Arena::reserve_scratch(int64_t floats) {
 
 void Arena::reserve_scores() {
   if (!scores_) {
-    scores_ = std::make_unique<Mapping>(2 * kScoreRows * capacity() * 4);
+    scores_ = std::make_unique<Mapping>((kScoreRows + 2 * threads) * capacity() * 4);
   }
 }
 

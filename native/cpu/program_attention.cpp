@@ -11,47 +11,78 @@ constexpr int64_t kRowBlock = 16;     // rows that share one decoding of kv_b
 constexpr int64_t kDecodedRows = 8;   // rows of kv_b that are decoded at a time
 constexpr int64_t kScoreKeys = 1024;  // keys that a thread scores at a time
 
+int64_t visible_keys(const Arena& arena, const Step& step, int64_t row) {
+  return arena.batch.positions[static_cast<size_t>(step.batch_row(arena, row))] + 1;
+}
+
+// Whether so many selecting rows are scored in pieces of their keys; else each row is one item.
+bool shared_scores(const Arena& arena, int64_t selecting) {
+  return selecting < 2 * arena.threads && selecting <= kScoreRows;
+}
+
+void score(const Arena& arena, const Step& step, const IndexSpec& spec, int64_t row, int64_t begin, int64_t end,
+           float* out) {
+  arena.ops->index_scores({spec.heads, spec.head_dim, spec.q.at(row), spec.weights.at(row), spec.keys,
+                           arena.table(step.batch_row(arena, row)), begin, end, out});
+}
+
 }  // namespace
 
-void IndexSelectStep::begin(Arena& arena) {
-  selecting.clear();
+void IndexScoreStep::begin(Arena& arena) {
+  pieces.clear();
+  std::vector<int64_t> selecting;
   for (int64_t row = 0; row < rows(arena); ++row) {
-    if (arena.batch.positions[static_cast<size_t>(batch_row(arena, row))] + 1 > top_k) {
+    if (visible_keys(arena, *this, row) > spec.top_k) {
       selecting.push_back(row);
+    }
+  }
+  if (!shared_scores(arena, static_cast<int64_t>(selecting.size()))) {
+    return;
+  }
+  for (size_t line = 0; line < selecting.size(); ++line) {
+    const int64_t row = selecting[line];
+    const int64_t visible = visible_keys(arena, *this, row);
+    for (int64_t begin = 0; begin < visible; begin += kScoreKeys) {
+      pieces.push_back({row, static_cast<int64_t>(line), begin, std::min(begin + kScoreKeys, visible)});
     }
   }
 }
 
-void IndexSelectStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
-  for (int64_t row = range.begin; row < range.end; ++row) {
-    out.at(row)[0] = -1;
-  }
-  const int64_t count = static_cast<int64_t>(selecting.size());
-  for (int64_t first = 0; first < count; first += kScoreRows) {
-    const int64_t last = std::min(first + kScoreRows, count);
-    arena.pool->barrier();  // the counts above and the scores of the block before are done with
-    int64_t item = 0;
-    for (int64_t i = first; i < last; ++i) {
-      const int64_t row = selecting[static_cast<size_t>(i)];
-      const int64_t from = batch_row(arena, row);
-      const int64_t visible = arena.batch.positions[static_cast<size_t>(from)] + 1;
-      for (int64_t begin = 0; begin < visible; begin += kScoreKeys, ++item) {
-        if (item % arena.threads == thread) {
-          arena.ops->index_scores({heads, head_dim, q.at(row), weights.at(row), keys, arena.table(from), begin,
-                                   std::min(begin + kScoreKeys, visible), arena.scores(i - first)});
-        }
-      }
-    }
-    arena.pool->barrier();
-    for (int64_t i = first + thread; i < last; i += arena.threads) {
-      const int64_t row = selecting[static_cast<size_t>(i)];
-      const int64_t visible = arena.batch.positions[static_cast<size_t>(batch_row(arena, row))] + 1;
-      uint32_t* ranks = reinterpret_cast<uint32_t*>(arena.scores(kScoreRows + i - first));
-      out.at(row)[0] = static_cast<int32_t>(top_k);
-      choose_positions(arena.scores(i - first), visible, top_k, ranks, out.at(row) + 1);
+void IndexScoreStep::run_item(Arena& arena, int64_t item, int) {
+  const Piece& piece = pieces[static_cast<size_t>(item)];
+  score(arena, *this, spec, piece.row, piece.begin, piece.end, arena.scores(piece.line));
+}
+
+void IndexChooseStep::begin(Arena& arena) {
+  lines.assign(static_cast<size_t>(rows(arena)), -2);
+  int64_t count = 0;
+  for (int64_t row = 0; row < rows(arena); ++row) {
+    if (visible_keys(arena, *this, row) > spec.top_k) {
+      lines[static_cast<size_t>(row)] = count++;
     }
   }
+  if (!shared_scores(arena, count)) {
+    for (int64_t& line : lines) {
+      line = std::min<int64_t>(line, -1);
+    }
+  }
+}
+
+void IndexChooseStep::run_item(Arena& arena, int64_t row, int thread) {
+  int32_t* out = spec.out.at(row);
+  const int64_t line = lines[static_cast<size_t>(row)];
+  if (line == -2) {
+    out[0] = -1;
+    return;
+  }
+  const int64_t visible = visible_keys(arena, *this, row);
+  float* scores = arena.scores(line >= 0 ? line : kScoreRows + 2 * thread);
+  if (line < 0) {
+    score(arena, *this, spec, row, 0, visible, scores);
+  }
+  uint32_t* ranks = reinterpret_cast<uint32_t*>(arena.scores(kScoreRows + 2 * thread + 1));
+  out[0] = static_cast<int32_t>(spec.top_k);
+  choose_positions(scores, visible, spec.top_k, ranks, out + 1);
 }
 
 void AttentionStep::split(const Arena& arena, int64_t units, int64_t heads) {
@@ -73,7 +104,7 @@ void AttentionStep::split(const Arena& arena, int64_t units, int64_t heads) {
   while (items() < wanted && head_group > 1) {
     head_group = (head_group + 1) / 2;
   }
-  counter.store(0, std::memory_order_relaxed);
+  items();
 }
 
 void AttentionStep::set_keys(const Arena& arena, int64_t row, Attend& a) const {
@@ -133,7 +164,7 @@ void MlaStep::expand(Arena& arena, Range block, Range group, const float* absorb
   }
 }
 
-void MlaStep::run(Arena& arena, int thread) {
+void MlaStep::run_item(Arena& arena, int64_t item, int thread) {
   const int64_t n = rows(arena);
   const int64_t width = latent.width;
   float* absorbed = arena.scratch(thread);
@@ -147,34 +178,28 @@ void MlaStep::run(Arena& arena, int thread) {
   a.scale = scale;
   a.out_stride = width;
   a.scratch = decoded + kDecodedRows * width;
-  for (;;) {
-    const int64_t item = counter.fetch_add(1, std::memory_order_relaxed);
-    if (item >= row_blocks * head_groups) {
-      return;
-    }
-    const int64_t first_row = item / head_groups * row_block;
-    const int64_t first_head = item % head_groups * head_group;
-    const Range block{first_row, std::min(first_row + row_block, n)};
-    const Range group{first_head, std::min(first_head + head_group, heads)};
-    a.heads = group.end - group.begin;
-    absorb(arena, block, group, absorbed, decoded);
-    for (int64_t row = block.begin; row < block.end; ++row) {
-      float* clat = absorbed + (row - block.begin) * a.heads * width;
-      a.q = clat;
-      a.out = clat;
-      a.q2 = q.at(row) + first_head * (nope + rope) + nope;
-      set_keys(arena, row, a);
-      arena.ops->attend(a);
-    }
-    expand(arena, block, group, absorbed, decoded);
+  const int64_t first_row = item / head_groups * row_block;
+  const int64_t first_head = item % head_groups * head_group;
+  const Range block{first_row, std::min(first_row + row_block, n)};
+  const Range group{first_head, std::min(first_head + head_group, heads)};
+  a.heads = group.end - group.begin;
+  absorb(arena, block, group, absorbed, decoded);
+  for (int64_t row = block.begin; row < block.end; ++row) {
+    float* clat = absorbed + (row - block.begin) * a.heads * width;
+    a.q = clat;
+    a.out = clat;
+    a.q2 = q.at(row) + first_head * (nope + rope) + nope;
+    set_keys(arena, row, a);
+    arena.ops->attend(a);
   }
+  expand(arena, block, group, absorbed, decoded);
 }
 
 // ---- GQA ----
 
 void GqaStep::begin(Arena& arena) { split(arena, kv_heads, heads / kv_heads); }
 
-void GqaStep::run(Arena& arena, int thread) {
+void GqaStep::run_item(Arena& arena, int64_t item, int thread) {
   const int64_t n = rows(arena);
   const int64_t shared = heads / kv_heads;  // query heads per kv head
   Attend a;
@@ -184,24 +209,18 @@ void GqaStep::run(Arena& arena, int thread) {
   a.values = values;
   a.scale = scale;
   a.scratch = arena.scratch(thread);
-  for (;;) {
-    const int64_t item = counter.fetch_add(1, std::memory_order_relaxed);
-    if (item >= row_blocks * head_groups * kv_heads) {
-      return;
-    }
-    const int64_t kv_head = item % kv_heads;
-    const int64_t first = item / kv_heads % head_groups * head_group;
-    const int64_t first_row = item / kv_heads / head_groups * row_block;
-    const int64_t head = kv_head * shared + first;
-    a.heads = std::min(head_group, shared - first);
-    a.keys.data = keys.data + kv_head * head_dim;
-    a.values.data = values.data + kv_head * head_dim;
-    for (int64_t row = first_row; row < std::min(first_row + row_block, n); ++row) {
-      a.q = q.at(row) + head * head_dim;
-      a.out = out.at(row) + head * head_dim;
-      set_keys(arena, row, a);
-      arena.ops->attend(a);
-    }
+  const int64_t kv_head = item % kv_heads;
+  const int64_t first = item / kv_heads % head_groups * head_group;
+  const int64_t first_row = item / kv_heads / head_groups * row_block;
+  const int64_t head = kv_head * shared + first;
+  a.heads = std::min(head_group, shared - first);
+  a.keys.data = keys.data + kv_head * head_dim;
+  a.values.data = values.data + kv_head * head_dim;
+  for (int64_t row = first_row; row < std::min(first_row + row_block, n); ++row) {
+    a.q = q.at(row) + head * head_dim;
+    a.out = out.at(row) + head * head_dim;
+    set_keys(arena, row, a);
+    arena.ops->attend(a);
   }
 }
 

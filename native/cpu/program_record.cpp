@@ -187,20 +187,18 @@ void Builder::kv_write(View x, int32_t plane) {
 void Builder::index_select(View q, View weights, int32_t keys, View out, int64_t heads, int64_t head_dim,
                            int64_t top_k) {
   arena_->reserve_scores();
-  auto step = std::make_unique<IndexSelectStep>();
-  step->q = arena_->f32(q);
-  step->weights = arena_->f32(weights);
-  step->keys = arena_->plane(keys, head_dim);
-  step->out = arena_->i32(out);
-  step->heads = heads;
-  step->head_dim = head_dim;
-  step->top_k = top_k;
-  push(std::move(step), TimeClass::attention,
-       {reads(q, false),
-        reads(weights, false),
-        plane_access(keys, false),
-        writes(out, false),
-        {kScoreSpace, 0, 1, true, 0}});
+  const IndexSpec spec{
+      arena_->f32(q), arena_->f32(weights), arena_->plane(keys, head_dim), arena_->i32(out), heads, head_dim, top_k};
+  auto score = std::make_unique<IndexScoreStep>();
+  score->spec = spec;
+  const std::vector<Access> inputs{reads(q, false), reads(weights, false), plane_access(keys, false)};
+  std::vector<Access> accesses = inputs;
+  accesses.push_back({kScoreSpace, 0, 1, true, 0});
+  push(std::move(score), TimeClass::attention, accesses);
+  auto choose = std::make_unique<IndexChooseStep>();
+  choose->spec = spec;
+  accesses.push_back(writes(out, false));
+  push(std::move(choose), TimeClass::attention, accesses);
 }
 
 void Builder::mla(View q, View out, const MlaSpec& spec, const View* selection) {

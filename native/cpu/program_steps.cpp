@@ -6,8 +6,7 @@
 
 namespace picaflor {
 
-void EmbedStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void EmbedStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
     const int64_t token = arena.batch.tokens[static_cast<size_t>(batch_row(arena, row))];
     if (token < 0 || token >= table.rows) {
@@ -18,8 +17,7 @@ void EmbedStep::run(Arena& arena, int thread) {
   }
 }
 
-void NormStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void NormStep::run_rows(Arena& arena, Range range, int) {
   const int64_t part = x.width / heads;
   for (int64_t row = range.begin; row < range.end; ++row) {
     if (bias != nullptr) {
@@ -32,39 +30,27 @@ void NormStep::run(Arena& arena, int thread) {
   }
 }
 
-void PrepareStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void PrepareStep::run_rows(Arena& arena, Range range, int) {
   const int64_t stride = x_stride(spec);
   for (int64_t row = range.begin; row < range.end; ++row) {
     arena.kernels->prepare_x(spec, x.at(row), out + row * stride);
   }
 }
 
-void MatmulStep::run(Arena& arena, int) {
-  const int64_t n = rows(arena);
-  if (n == 0) {
-    return;
+void MatmulStep::run_item(Arena& arena, int64_t item, int) {
+  const int64_t begin = item * chunk;
+  const int64_t end = std::min(begin + chunk, weight.rows);
+  const int64_t coming = begin + arena.threads * chunk;  // what this thread most likely takes next
+  Ahead ahead;
+  if (coming < weight.rows) {
+    ahead = {&weight, coming, std::min(coming + chunk, weight.rows)};
+  } else if (next != nullptr) {
+    ahead = {&next->weight, 0, std::min(next->chunk, next->weight.rows)};
   }
-  for (;;) {
-    const int64_t begin = counter.fetch_add(chunk, std::memory_order_relaxed);
-    if (begin >= weight.rows) {
-      return;
-    }
-    const int64_t end = std::min(begin + chunk, weight.rows);
-    const int64_t coming = begin + arena.threads * chunk;  // what this thread most likely takes next
-    Ahead ahead;
-    if (coming < weight.rows) {
-      ahead = {&weight, coming, std::min(coming + chunk, weight.rows)};
-    } else if (next != nullptr) {
-      const int64_t first = std::min(coming - weight.rows, next->weight.rows);
-      ahead = {&next->weight, first, std::min(first + next->chunk, next->weight.rows)};
-    }
-    arena.kernels->matmul(weight, spec, x, n, out.data, out.stride, begin, end, ahead);
-  }
+  arena.kernels->matmul(weight, spec, x, rows(arena), out.data, out.stride, begin, end, ahead);
 }
 
-void RopeStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void RopeStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
     const int64_t position = arena.batch.positions[static_cast<size_t>(batch_row(arena, row))];
     float* first = x.at(row) + start;
@@ -74,22 +60,19 @@ void RopeStep::run(Arena& arena, int thread) {
   }
 }
 
-void AddStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void AddStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
     arena.ops->add(x.at(row), y.at(row), x.width);
   }
 }
 
-void SiluMulStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void SiluMulStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
     arena.ops->silu_mul(gate.at(row), up.at(row), out.at(row), out.width);
   }
 }
 
-void KvWriteStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void KvWriteStep::run_rows(Arena& arena, Range range, int) {
   float* base = arena.plane_data(plane);
   const int64_t stride = arena.plane_width(plane);
   for (int64_t row = range.begin; row < range.end; ++row) {
@@ -99,8 +82,7 @@ void KvWriteStep::run(Arena& arena, int thread) {
   }
 }
 
-void RouterStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void RouterStep::run_rows(Arena& arena, Range range, int thread) {
   float* scores = arena.scratch(thread);
   for (int64_t row = range.begin; row < range.end; ++row) {
     const auto score = softmax ? arena.ops->softmax_scores : arena.ops->sigmoid_scores;
@@ -109,8 +91,7 @@ void RouterStep::run(Arena& arena, int thread) {
   }
 }
 
-void SelectOutputsStep::run(Arena& arena, int thread) {
-  const Range range = mine(arena, thread);
+void SelectOutputsStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
     std::memcpy(out.at(row), x.at(batch_row(arena, row)), static_cast<size_t>(x.width) * sizeof(float));
   }

@@ -8,98 +8,115 @@
 
 namespace picaflor {
 
-struct EmbedStep final : Step {
+struct EmbedStep final : RowStep {
   Weight table;
   RowsOf<float> out;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct NormStep final : Step {
+struct NormStep final : RowStep {
   RowsOf<float> x, out;
   const float* weight = nullptr;
   const float* bias = nullptr;  // layernorm where set
   float eps = 0.0f;
   int64_t heads = 1;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
 // Activations of a buffer in the form that some matrices need.
-struct PrepareStep final : Step {
+struct PrepareStep final : RowStep {
   RowsOf<float> x;
   XSpec spec;
   std::byte* out = nullptr;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct MatmulStep final : Step {
+struct MatmulStep final : ItemStep {
   Weight weight;
   XSpec spec;
   const std::byte* x = nullptr;
   RowsOf<float> out;
   int64_t chunk = 0;                 // output rows that a thread takes at a time
   const MatmulStep* next = nullptr;  // its weights are needed after these
-  std::atomic<int64_t> counter{0};
-  void begin(Arena&) override { counter.store(0, std::memory_order_relaxed); }
-  void run(Arena& arena, int thread) override;
+  int64_t items(const Arena& arena) const override { return rows(arena) == 0 ? 0 : (weight.rows + chunk - 1) / chunk; }
+  void run_item(Arena& arena, int64_t item, int thread) override;
 };
 
-struct RopeStep final : Step {
+struct RopeStep final : RowStep {
   RowsOf<float> x;
   const RopeTable* table = nullptr;
   int64_t heads = 0, head_width = 0, start = 0, dims = 0;
   bool interleaved = false;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct AddStep final : Step {
+struct AddStep final : RowStep {
   RowsOf<float> x, y;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct SiluMulStep final : Step {
+struct SiluMulStep final : RowStep {
   RowsOf<float> gate, up, out;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct KvWriteStep final : Step {
+struct KvWriteStep final : RowStep {
   RowsOf<float> x;
   int32_t plane = 0;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct RouterStep final : Step {
+struct RouterStep final : RowStep {
   RowsOf<float> logits, weights;
   RowsOf<int32_t> ids;
   const float* bias = nullptr;
   bool softmax = false;
   RouterChoice choice;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
-struct SelectOutputsStep final : Step {
+struct SelectOutputsStep final : RowStep {
   RowsOf<float> x, out;
-  void run(Arena& arena, int thread) override;
+  void run_rows(Arena& arena, Range range, int thread) override;
 };
 
 // ---- program_attention.cpp ----
 
-struct IndexSelectStep final : Step {
+// What both steps of the indexer know. Rows with at most top_k keys select nothing.
+struct IndexSpec {
   RowsOf<float> q, weights;
   Cached keys;
   RowsOf<int32_t> out;
   int64_t heads = 0, head_dim = 0, top_k = 0;
-  std::vector<int64_t> selecting;  // rows with more than top_k keys, found in begin
-  void begin(Arena& arena) override;
-  void run(Arena& arena, int thread) override;
 };
 
-// Work items of attention: blocks of rows times groups of heads, taken by threads as they come.
-struct AttentionStep : Step {
+// Scores of the first rows that select, by pieces of their keys: where rows are too few to give every thread one.
+struct IndexScoreStep final : ItemStep {
+  struct Piece {
+    int64_t row, line, begin, end;
+  };
+  IndexSpec spec;
+  std::vector<Piece> pieces;
+  void begin(Arena& arena) override;
+  int64_t items(const Arena&) const override { return static_cast<int64_t>(pieces.size()); }
+  void run_item(Arena& arena, int64_t item, int thread) override;
+};
+
+// The selection of every row; scores those rows that no thread has scored yet.
+struct IndexChooseStep final : ItemStep {
+  IndexSpec spec;
+  std::vector<int64_t> lines;  // by row: the line of its scores, -1 not scored yet, -2 selects nothing
+  void begin(Arena& arena) override;
+  int64_t items(const Arena& arena) const override { return rows(arena); }
+  void run_item(Arena& arena, int64_t item, int thread) override;
+};
+
+// Items of attention: blocks of rows times groups of heads.
+struct AttentionStep : ItemStep {
   RowsOf<float> q, out;
   RowsOf<int32_t> selection;  // data null: none
   int64_t row_block = 1, head_group = 1, row_blocks = 0, head_groups = 0;
   float scale = 1.0f;
-  std::atomic<int64_t> counter{0};
 
  protected:
   // Shrink blocks until every thread has work; `heads` per unit, `units` independent units of them.
@@ -112,7 +129,8 @@ struct MlaStep final : AttentionStep {
   Cached latent, rope_key;
   int64_t heads = 0, nope = 0, rope = 0, value = 0;
   void begin(Arena& arena) override;
-  void run(Arena& arena, int thread) override;
+  int64_t items(const Arena&) const override { return row_blocks * head_groups; }
+  void run_item(Arena& arena, int64_t item, int thread) override;
   int64_t scratch_floats() const;
 
  private:
@@ -124,7 +142,8 @@ struct GqaStep final : AttentionStep {
   Cached keys, values;  // of token 0, kv head 0; width head_dim
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
   void begin(Arena& arena) override;
-  void run(Arena& arena, int thread) override;
+  int64_t items(const Arena&) const override { return row_blocks * head_groups * kv_heads; }
+  void run_item(Arena& arena, int64_t item, int thread) override;
   int64_t scratch_floats() const { return attend_scratch(kAttendHeads, head_dim); }
 };
 
