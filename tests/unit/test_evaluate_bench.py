@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from picaflor.errors import PicaflorError
@@ -76,7 +77,9 @@ def test_a_bench_of_one_repeat_is_its_own_median() -> None:
     assert bench.of_floor == 0.5
 
 
-def test_the_probe_reads_its_own_block() -> None:
+def test_the_probe_reads_the_memory_that_it_is_given() -> None:
     pytest.importorskip("picaflor._native", reason="the native part of the package is not built")
-    probe = MemoryProbe(isa="scalar", threads=2, nbytes=1 << 20)
+    memory = [np.ones(1 << 20, np.uint8), np.ones(100, np.uint8), np.ones((1 << 15) + 5, np.uint8)]
+    probe = MemoryProbe(memory, isa="scalar", threads=2)
+    assert probe.nbytes == (1 << 20) + (1 << 15)
     assert probe() > 0

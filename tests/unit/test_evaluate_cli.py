@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,9 @@ class FakeEngine:
 
     name = "fake"
     tokenizer = FakeTokenizer()
-    plan = SimpleNamespace(model=SimpleNamespace(vocabulary=256), backend=SimpleNamespace(isa="scalar", threads=3))
+    vocabulary = 256
+    isa = "scalar"
+    threads = 3
 
     def __init__(self) -> None:
         self.replays: list[tuple[list[int], list[int]]] = []
@@ -47,6 +48,9 @@ class FakeEngine:
     def decode_replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
         self.replays.append((list(prompt), list(tokens)))
         return [0.5] * len(tokens)
+
+    def weight_memory(self) -> list[Any]:
+        return []
 
     def bytes_per_token(self) -> dict[str, int]:
         return {"experts": 3_000_000, "head": 1_000_000}
@@ -67,8 +71,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         yield fake
 
     class Probe:
-        def __init__(self, *, isa: str, threads: int) -> None:
-            assert (isa, threads) == ("scalar", 3)
+        def __init__(self, memory: list[Any], *, isa: str, threads: int) -> None:
+            assert (memory, isa, threads) == ([], "scalar", 3)
 
         def __call__(self) -> float:
             return 40e6

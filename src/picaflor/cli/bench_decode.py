@@ -60,7 +60,7 @@ def command(
             prompt=ids[:prompt_tokens],
             tokens=ids[prompt_tokens:],
             repeats=repeats,
-            read_rate=MemoryProbe(isa=engine.plan.backend.isa, threads=engine.plan.backend.threads),
+            read_rate=MemoryProbe(engine.weight_memory(), isa=engine.isa, threads=engine.threads),
             progress=lambda done, total: line("repeat", done, total),
         )
         line.clear()
@@ -76,7 +76,7 @@ def _token_ids(engine: Engine, count: int, seed: int, text: Path | None) -> list
     from picaflor.runtime.evaluate import read_text
 
     if text is None:
-        return [int(token) for token in fixed_tokens(engine.plan.model.vocabulary, count, seed)]
+        return [int(token) for token in fixed_tokens(engine.vocabulary, count, seed)]
     ids = list(engine.tokenizer.encode(read_text(text)))
     if len(ids) < count:
         raise UsageError(f"--text {text}: {len(ids)} tokens; {count} are needed")

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picaflor.backends.api import I32
 from picaflor.errors import ContextExceeded, UsageError
@@ -148,6 +149,11 @@ class Engine:
     def threads(self) -> int:
         """Threads that multiply."""
         return self.plan.backend.threads
+
+    @property
+    def isa(self) -> str:
+        """Instruction set of the kernels."""
+        return self.plan.backend.isa
 
     @property
     def vocabulary(self) -> int:
@@ -288,6 +294,11 @@ class Engine:
                 mean = sum(expert.nbytes for expert in experts) // len(experts)
                 sizes["experts"] = sizes.get("experts", 0) + layer.mlp.router.top_k * mean
         return sizes
+
+    def weight_memory(self) -> list[NDArray[np.uint8]]:
+        """The weights that are in memory now; for measuring: the bytes stay mapped while the model is open."""
+        store = self.plan.store
+        return [*self.plan.resident_memory, *(store.memory() if store is not None else [])]
 
     def _in_main_pass(self, spec: MatrixSpec) -> bool:
         prefix = f"model.layers.{len(self.plan.model.layers)}."

@@ -103,6 +103,7 @@ class Plan:
     max_outputs: int
     read_threads: int
     notices: Notices
+    resident_memory: list[NDArray[np.uint8]]
 
     def close(self) -> None:
         """Free the experts' memory and close all files."""
@@ -145,7 +146,7 @@ class _Residents:
     @property
     def nbytes(self) -> int:
         """Bytes of memory for every matrix that was bound."""
-        return sum(_padded(plane.nbytes) for planes in self._planes.values() for plane in planes)
+        return sum(_padded(plane.nbytes) for plane in self.memory())
 
     def matrix(self, name: str) -> Weight:
         """A handle on a matrix whose bytes may still be on disk."""
@@ -176,6 +177,10 @@ class _Residents:
             self._planes[key] = tuple(self._backend.allocate(span.nbytes) for span in matrix.spans)
             self._fills.extend(zip(matrix.spans, self._planes[key], strict=True))
         return self._planes[key]
+
+    def memory(self) -> list[NDArray[np.uint8]]:
+        """Every plane that was bound."""
+        return [plane for planes in self._planes.values() for plane in planes]
 
     def read_all(self, container: Container, progress: Progress) -> None:
         """Read every matrix that was bound, in file order. Raises ReadFailed."""
@@ -273,6 +278,7 @@ def _assemble(
         max_outputs=max_outputs,
         read_threads=read_threads,
         notices=notices,
+        resident_memory=residents.memory(),
     )
 
 

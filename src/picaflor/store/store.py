@@ -168,6 +168,17 @@ class ExpertStore:
             copies = (self._residency.find(key, RAM, DISK_LAYOUT) for key in keys)
             return [c.key.expert for c in copies if c is not None and c.state in (State.READY, State.IN_USE)]
 
+    def memory(self) -> list[NDArray[np.uint8]]:
+        """The bytes of all experts that could be used without a read; slots stay mapped until `close`."""
+        with self._changed:
+            found = (
+                self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
+                for layer in self.files.layers
+                for expert in range(self.files.count(layer))
+            )
+            ready = [copy for copy in found if copy is not None and copy.state in (State.READY, State.IN_USE)]
+            return [self._arenas[copy.pool].view(copy.slot) for copy in ready]
+
     def acquire(self, layer: int, experts: I32) -> PinnedLease | Lease:
         """A lease of distinct experts; enter it to start the reads of those that are missing.
 
