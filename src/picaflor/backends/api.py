@@ -287,8 +287,9 @@ class Backend(Protocol):
 
     name: str
 
-    def weight(self, name: str, format_name: str, shape: tuple[int, int], group_size: int,
-               planes: Sequence[NDArray[Any]]) -> Weight:
+    def weight(
+        self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
+    ) -> Weight:
         """Hold a matrix. Host planes of the CPU backend are kept, not copied: 64 bytes must be readable behind
         each (`allocate`). Raises UnsupportedKernel."""
         ...
