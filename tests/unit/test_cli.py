@@ -20,7 +20,7 @@ import pytest
 from picaflor import cli
 from picaflor.cli import app, bench
 from picaflor.cli.lazy import LazyGroup
-from picaflor.cli.model import DEMO_LINE, looks_like_model, model_and_prompt
+from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt
 from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
 from picaflor.telemetry.record import Phase, Record
 
@@ -312,6 +312,32 @@ def test_profile_goes_to_stderr_and_leaves_stdout_alone(picaflor: Run) -> None:
     assert (code, out) == (0, " there was\n")
     assert "2 tokens in 1.000 s, 2.0 tok/s" in err
     assert "verdict" in err
+
+
+def test_progress_is_for_terminals_and_gone_before_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return 2
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((20, 5)))
+    monkeypatch.setattr("time.monotonic", iter([0.0, 0.05, 0.2, 0.25]).__next__)
+    progress = Progress()
+    progress("load", 1, 4)  # too soon
+    progress("load a long name", 2, 4)
+    assert terminal.getvalue() == "\r\x1b[Kload a long name 2 "
+    progress("load", 4, 4)  # too soon for a line, never too soon to take it away
+    assert terminal.getvalue().endswith("2 \r\x1b[K")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr("time.monotonic", lambda: 9.0)
+    silent = Progress()
+    monkeypatch.setattr("time.monotonic", lambda: 99.0)
+    silent("load", 2, 4)
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
 # errors in one place

@@ -129,17 +129,16 @@ class Progress:
         self._shown = False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        if done >= total:
+            self.clear()  # never held back: text may follow on the same terminal
+            return
         now = time.monotonic()
         if not self._on or now < self._next:
             return
         self._next = now + _PROGRESS_PERIOD_S
-        if done >= total:
-            self.clear()
-            return
-        width = max(os.get_terminal_size(sys.stderr.fileno()).columns - 1, 1)
-        print(
-            f"\r\x1b[K{f'{stage} {done} of {total} ({done / total:.0%})'[:width]}", end="", file=sys.stderr, flush=True
-        )
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        text = f"{stage} {done} of {total} ({done / total:.0%})"[: columns - 1]
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         self._shown = True
 
     def warn(self, text: str) -> None:
