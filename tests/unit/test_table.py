@@ -130,8 +130,18 @@ def test_a_cell_must_explain_itself() -> None:
 def test_a_backend_opens_with_what_it_is_told() -> None:
     backend = open_backend(threads=2, precision="exact", isa="scalar", disable=["cpu.matmul.int4-row"])
     assert (backend.name, backend.threads, backend.precision, backend.isa) == ("cpu", 2, "exact", "scalar")
-    with pytest.raises(UnsupportedKernel, match=r"w: cpu\.matmul\.int4-row is refused: disabled"):
-        backend.weight("w", "int4-row", (2, 32), 0, ())
+    planes = [backend.allocate(32), backend.allocate(8)]
+    weight = backend.weight("q_proj", "int4-row", (2, 32), 0, planes)
+    recorder = backend.recorder(max_rows=1, max_outputs=1, page_tokens=16, pages=1)
+    with pytest.raises(UnsupportedKernel, match=r"q_proj: cpu\.matmul\.int4-row is refused: disabled"):
+        recorder.matmul(recorder.rows(32), weight, recorder.rows(2))
+    table = recorder.rows(32)
+    recorder.embed(weight, table)  # its rows can still be read
+    assert dict(backend.table.engaged) == {("rows", "int4-row"): 1}
+    with pytest.raises(UnsupportedKernel, match="cpu has no cell for matmul on int5; declared: f32, bf16"):
+        backend.weight("w", "int5", (2, 32), 0, planes)
+    with pytest.raises(ValueError, match=r"w: planes of \[32, 8\] bytes, int4-row 3x32 has \[48, 12\]"):
+        backend.weight("w", "int4-row", (3, 32), 0, planes)
     for wrong, text in (
         ({"threads": 0}, "--threads 0"),
         ({"isa": "sse9"}, "--isa sse9"),

@@ -76,9 +76,10 @@ class CpuBackend:
     ) -> Weight:
         """Hold a matrix `[rows, cols]` without copying its planes; 64 bytes must be readable behind each.
 
-        Raises UnsupportedKernel for a format without a kernel, ValueError for planes of the wrong size.
+        Raises UnsupportedKernel for a format that this backend does not know, ValueError for planes of the wrong size.
+        Whether an operation on it is possible is asked when one is recorded.
         """
-        self.table.select("matmul", format_name, self.name, what=name)
+        self.table.cell(self.name, "matmul", format_name)
         rows, cols = shape
         expected = [plane.nbytes(rows, cols, group_size) for plane in REGISTRY[format_name].planes]
         found = [plane.nbytes for plane in planes]

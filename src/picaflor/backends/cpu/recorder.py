@@ -103,7 +103,7 @@ class CpuRecorder:
     def embed(self, table: Weight, out: Rows) -> None:
         """out = table[token]; zeros for a token outside."""
         _check(out.width == table.cols, f"{table.name} has rows of {table.cols}, the buffer {out.width}")
-        self._table.select("rows", table.format, BACKEND, what=table.name)
+        self._select("rows", table.format, table.name)
         self._builder.embed(self._matrix(table), _view(out))
 
     def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
@@ -124,7 +124,7 @@ class CpuRecorder:
         fits = x.width == weight.cols and out.width == weight.rows
         _check(fits, f"{weight.name} [{weight.rows}, {weight.cols}] from {x.width} to {out.width}")
         _check(not _overlap(x, out), f"{weight.name}: out aliases x")
-        self._select("matmul", weight.format)
+        self._select("matmul", weight.format, weight.name)
         self._builder.matmul(_view(x), self._matrix(weight), _view(out))
 
     def rope(
@@ -196,7 +196,7 @@ class CpuRecorder:
         _check((kind.kv_b.rows, kind.kv_b.cols) == shape, f"{kind.kv_b.name} is not {shape}")
         _check(kind.rope_key.width == kind.rope, f"rope key plane of {kind.rope_key.width} for {kind.rope}")
         for op in ("rows", "row_axpy"):
-            self._table.select(op, kind.kv_b.format, BACKEND, what=kind.kv_b.name)
+            self._select(op, kind.kv_b.format, kind.kv_b.name)
         self._builder.mla(
             _view(q),
             _view(out),
@@ -264,7 +264,7 @@ class CpuRecorder:
         whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
         _check(whole, "experts: ids and weights must be whole buffers of the same width")
         for format_name in sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)}):
-            self._select("expert_ffn", format_name)
+            self._select("expert_ffn", format_name, f"experts of layer {layer}")
         ffn_layer = self._experts.add_layer(layouts, hidden=x.width, top_k=ids.width, layer=layer)
         self._calls.append(
             ExpertCall(
@@ -288,8 +288,8 @@ class CpuRecorder:
 
     # ---- helpers ----
 
-    def _select(self, op: str, format_name: str = NO_FORMAT) -> None:
-        self._table.select(op, format_name, BACKEND)
+    def _select(self, op: str, format_name: str = NO_FORMAT, what: str = "") -> None:
+        self._table.select(op, format_name, BACKEND, what=what)
 
     def _matrix(self, weight: Weight) -> Any:
         self._keep.append(weight.handle)
