@@ -2,10 +2,10 @@
 #include <nanobind/nanobind.h>
 
 namespace picaflor {
-void bind_kernels(nanobind::module_& module); // native/cpu/bind_kernels.cpp
-void bind_program(nanobind::module_& module); // native/cpu/bind_program.cpp
-void bind_io(nanobind::module_& module);      // native/io/bind_io.cpp
-} // namespace picaflor
+void bind_kernels(nanobind::module_& module);  // native/cpu/bind_kernels.cpp
+void bind_program(nanobind::module_& module);  // native/cpu/bind_program.cpp
+void bind_io(nanobind::module_& module);       // native/io/bind_io.cpp
+}  // namespace picaflor
 
 NB_MODULE(_native, module) {
   module.doc() = "Kernels, programs and file reads of Picaflor.";
