@@ -195,8 +195,8 @@ int32_t add_layer(ExpertFfn& ffn, const std::vector<std::vector<MatrixTuple>>& e
 
 nb::ndarray<nb::numpy, int32_t> begin_experts(ExpertFfn& ffn, int32_t layer, uint64_t x, int64_t x_stride, uint64_t ids,
                                               int64_t rows) {
-  std::vector<int32_t> distinct = ffn.begin(layer, reinterpret_cast<const float*>(x), x_stride,
-                                            reinterpret_cast<const int32_t*>(ids), rows);
+  std::vector<int32_t> distinct =
+      ffn.begin(layer, reinterpret_cast<const float*>(x), x_stride, reinterpret_cast<const int32_t*>(ids), rows);
   const size_t count = distinct.size();
   return owned(std::move(distinct), {count});
 }
@@ -216,8 +216,8 @@ void bind_experts(nb::module_& module) {
           "__init__",
           [](ExpertFfn* self, std::shared_ptr<Pool> pool, const std::string& isa, int32_t planes, int64_t hidden,
              int64_t inner_max, int64_t max_rows, int64_t top_k) {
-            new (self) ExpertFfn(std::move(pool), kernels_for(isa),
-                                 ExpertSizes{planes, hidden, inner_max, max_rows, top_k});
+            new (self)
+                ExpertFfn(std::move(pool), kernels_for(isa), ExpertSizes{planes, hidden, inner_max, max_rows, top_k});
           },
           "pool"_a, "isa"_a, "planes"_a, "hidden"_a, "inner_max"_a, "max_rows"_a, "top_k"_a)
       .def("add_layer", add_layer, "experts"_a, "The layer's number; per expert gate, up and down as tuples.")
@@ -244,8 +244,9 @@ void bind_kernels(nb::module_& module) {
       .def_ro("rows", &Weight::rows)
       .def_ro("cols", &Weight::cols);
   module.def("kernel_isas", kernel_isas, "Instruction sets that can be chosen here, slowest first.");
-  module.def("check_isa", [](const std::string& isa) { return std::string(kernels_for(isa)->isa); }, "isa"_a,
-             "The name of the table that `isa` (or auto) means here; ValueError names what there is.");
+  module.def(
+      "check_isa", [](const std::string& isa) { return std::string(kernels_for(isa)->isa); }, "isa"_a,
+      "The name of the table that `isa` (or auto) means here; ValueError names what there is.");
   module.def("prepare", prepare, "isa"_a, "weight"_a, "planes"_a, "x"_a);
   module.def("matmul", matmul, "isa"_a, "weight"_a, "planes"_a, "x"_a, "row_begin"_a, "row_end"_a);
   module.def("decode_row", decode_row, "isa"_a, "weight"_a, "row"_a);

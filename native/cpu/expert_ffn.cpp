@@ -13,11 +13,11 @@
 namespace picaflor {
 namespace {
 
-constexpr int64_t kGatherRows = 128;       // prepared rows that a thread puts side by side
-constexpr int64_t kFewPairs = 256;         // pairs of a part where a batch has fewer rows
-constexpr int64_t kMostItemRows = 256;     // weight rows of one piece of work
+constexpr int64_t kGatherRows = 128;    // prepared rows that a thread puts side by side
+constexpr int64_t kFewPairs = 256;      // pairs of a part where a batch has fewer rows
+constexpr int64_t kMostItemRows = 256;  // weight rows of one piece of work
 constexpr int64_t kFewestItemRows = 64;
-constexpr int64_t kItemStep = 32;          // rows that every instruction set likes
+constexpr int64_t kItemStep = 32;  // rows that every instruction set likes
 constexpr int64_t kItemsPerThread = 8;
 constexpr int64_t kAloneFloats = 1 << 16;  // below this many values waking other threads costs more than it saves
 
@@ -190,18 +190,21 @@ void ExpertFfn::prepare_rows(const std::vector<Part>& parts) {
     kernels_->prepare_x(rows.spec, x_ + row * x_stride_, rows.memory->data() + row * x_stride(rows.spec));
   };
   const int64_t jobs = static_cast<int64_t>(missing.size()) * rows_;
-  if (jobs * sizes_.hidden <= kAloneFloats) {
-    for (int64_t job = 0; job < jobs; ++job) {
-      prepare(*missing[static_cast<size_t>(job / rows_)], job % rows_);
+  run_alone_or_shared(jobs, jobs * sizes_.hidden <= kAloneFloats,
+                      [&](int64_t job) { prepare(*missing[static_cast<size_t>(job / rows_)], job % rows_); });
+}
+
+// job(item) for every item, on this thread alone or on all.
+void ExpertFfn::run_alone_or_shared(int64_t items, bool alone, const std::function<void(int64_t)>& job) {
+  if (alone) {
+    for (int64_t item = 0; item < items; ++item) {
+      job(item);
     }
     return;
   }
-  std::atomic<int64_t> next{0};
-  pool_->run([&](int) {
-    for (int64_t job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
-      prepare(*missing[static_cast<size_t>(job / rows_)], job % rows_);
-    }
-  });
+  Stage stage;
+  stage.reset(items);
+  pool_->run_open([&](int) { stage.work(job); });
 }
 
 // Row ranges: enough of them for all threads, not smaller than a few tiles.
@@ -237,8 +240,7 @@ std::vector<ExpertFfn::Part> ExpertFfn::plan(const int32_t* ids, const uint64_t*
       throw std::invalid_argument("expert " + std::to_string(ids[i]) + " was not asked for or has no address");
     }
     const Chosen& expert = chosen_[static_cast<size_t>(index)];
-    const SlotLayout& layout =
-        layer_->layouts[static_cast<size_t>(layer_->layout_of[static_cast<size_t>(ids[i])])];
+    const SlotLayout& layout = layer_->layouts[static_cast<size_t>(layer_->layout_of[static_cast<size_t>(ids[i])])];
     if (parts.empty() || parts.back().pairs + expert.pairs > part_pairs_) {
       parts.emplace_back();
     }
@@ -315,7 +317,7 @@ void ExpertFfn::outer_item(const Item& item, const Ahead& ahead) {
                    ahead);
 }
 
-void ExpertFfn::run_part(const Part& part, Counters& counters, int thread) {
+void ExpertFfn::run_part(const Part& part, Stages& stages, int thread) {
   const int64_t threads = pool_->threads();
   const auto inner_count = static_cast<int64_t>(part.inner.size());
   const auto outer_count = static_cast<int64_t>(part.outer.size());
@@ -331,17 +333,11 @@ void ExpertFfn::run_part(const Part& part, Counters& counters, int thread) {
     }
     return Ahead{};
   };
-  for (int64_t i = counters.inner.fetch_add(1); i < inner_count; i = counters.inner.fetch_add(1)) {
-    inner_item(part.inner[static_cast<size_t>(i)], ahead_of(i + threads, thread), thread);
-  }
-  pool_->barrier();
-  for (int64_t i = counters.pairs.fetch_add(1); i < part.pairs; i = counters.pairs.fetch_add(1)) {
-    prepare_pair(part, i);
-  }
-  pool_->barrier();
-  for (int64_t i = counters.outer.fetch_add(1); i < outer_count; i = counters.outer.fetch_add(1)) {
-    outer_item(part.outer[static_cast<size_t>(i)], ahead_of(inner_count, i + threads));
-  }
+  stages.inner.work(
+      [&](int64_t i) { inner_item(part.inner[static_cast<size_t>(i)], ahead_of(i + threads, thread), thread); });
+  stages.pairs.work([&](int64_t i) { prepare_pair(part, i); });
+  stages.outer.work(
+      [&](int64_t i) { outer_item(part.outer[static_cast<size_t>(i)], ahead_of(inner_count, i + threads)); });
 }
 
 void ExpertFfn::run(const int32_t* ids, const uint64_t* addresses, int64_t count) {
@@ -353,13 +349,15 @@ void ExpertFfn::run(const int32_t* ids, const uint64_t* addresses, int64_t count
   }
   const std::vector<Part> parts = plan(ids, addresses, count);
   prepare_rows(parts);
-  std::vector<Counters> counters(parts.size());
-  pool_->run([&](int thread) {
+  std::vector<Stages> stages(parts.size());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    stages[i].inner.reset(static_cast<int64_t>(parts[i].inner.size()));
+    stages[i].pairs.reset(parts[i].pairs);
+    stages[i].outer.reset(static_cast<int64_t>(parts[i].outer.size()));
+  }
+  pool_->run_open([&](int thread) {
     for (size_t i = 0; i < parts.size(); ++i) {
-      if (i > 0) {
-        pool_->barrier();
-      }
-      run_part(parts[i], counters[i], thread);
+      run_part(parts[i], stages[i], thread);
     }
   });
   for (const Part& part : parts) {
@@ -387,18 +385,7 @@ void ExpertFfn::finish(const float* weights, float* out, int64_t out_stride) {
     }
   };
   layer_ = nullptr;
-  if (rows_ * sizes_.top_k * sizes_.hidden <= kAloneFloats) {
-    for (int64_t row = 0; row < rows_; ++row) {
-      add_row(row);
-    }
-    return;
-  }
-  std::atomic<int64_t> next{0};
-  pool_->run([&](int) {
-    for (int64_t row = next.fetch_add(1); row < rows_; row = next.fetch_add(1)) {
-      add_row(row);
-    }
-  });
+  run_alone_or_shared(rows_, rows_ * sizes_.top_k * sizes_.hidden <= kAloneFloats, add_row);
 }
 
 int64_t ExpertFfn::workspace_bytes() const {

@@ -2,8 +2,8 @@
 // Must not know who holds the experts or Python. One object serves all layers of a model.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -100,10 +100,11 @@ class ExpertFfn {
     int64_t pairs = 0;
   };
 
-  struct Counters {
-    std::atomic<int64_t> inner{0};
-    std::atomic<int64_t> pairs{0};
-    std::atomic<int64_t> outer{0};
+  // The phases of a part: whoever comes takes the next item; the next phase waits for all items of the one before.
+  struct Stages {
+    Stage inner;
+    Stage pairs;
+    Stage outer;
   };
 
   void check_layout(const SlotLayout& layout) const;
@@ -114,7 +115,8 @@ class ExpertFfn {
   std::vector<Part> plan(const int32_t* ids, const uint64_t* addresses, int64_t count);
   void cut(Part& part) const;
   const std::byte* gathered(const Work& work, const XSpec& spec, int64_t pair, int64_t pairs, int thread);
-  void run_part(const Part& part, Counters& counters, int thread);
+  void run_part(const Part& part, Stages& stages, int thread);
+  void run_alone_or_shared(int64_t items, bool alone, const std::function<void(int64_t)>& job);
   void inner_item(const Item& item, const Ahead& ahead, int thread);
   void prepare_pair(const Part& part, int64_t slot);
   void outer_item(const Item& item, const Ahead& ahead);

@@ -26,7 +26,7 @@ struct Ahead {
 
 struct KernelTable {
   const char* isa;
-  int64_t tile_rows; // output rows per natural tile; ranges given to matmul should be multiples of it where possible
+  int64_t tile_rows;  // output rows per natural tile; ranges given to matmul should be multiples of it where possible
 
   // Prepare one row x[spec.cols] into out (x_stride(spec) bytes, 64-byte aligned). For float specs: a padded copy.
   void (*prepare_x)(const XSpec& spec, const float* x, std::byte* out);
@@ -61,7 +61,7 @@ std::vector<std::string> kernel_isas();
 const KernelTable* kernels_for(const std::string& isa);
 
 const KernelTable* scalar_kernels();
-const KernelTable* avx2_kernels();   // null where this build has none
-const KernelTable* avx512_kernels(); // null where this build has none
+const KernelTable* avx2_kernels();    // null where this build has none
+const KernelTable* avx512_kernels();  // null where this build has none
 
-} // namespace picaflor
+}  // namespace picaflor

@@ -5,8 +5,8 @@
 namespace picaflor {
 namespace {
 
-constexpr KernelTable kTable = {"avx2", Isa::kLanes, prepare_row, vector_matmul, decode_any_row,
-                                sum_words, silu_mul_row, add_scaled_row};
+constexpr KernelTable kTable = {"avx2",         Isa::kLanes, prepare_row,  vector_matmul,
+                                decode_any_row, sum_words,   silu_mul_row, add_scaled_row};
 
 }  // namespace
 

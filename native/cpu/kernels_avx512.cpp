@@ -8,8 +8,8 @@
 namespace picaflor {
 namespace {
 
-constexpr KernelTable kTable = {"avx512", Isa::kLanes, prepare_row, vector_matmul, decode_any_row,
-                                sum_words, silu_mul_row, add_scaled_row};
+constexpr KernelTable kTable = {"avx512",       Isa::kLanes, prepare_row,  vector_matmul,
+                                decode_any_row, sum_words,   silu_mul_row, add_scaled_row};
 
 }  // namespace
 

@@ -30,7 +30,7 @@ PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t strid
 #pragma GCC unroll 16
     for (int j = begin; j < begin + kChunk; ++j) {
       Isa::Int codes[Words::kTerms];
-      Words::unpack(t[j], codes);
+      Words::template unpack<kOwn>(t[j], codes);
       for (int k = 0; k < Words::kTerms; ++k) {
         for (int s = 0; s < kTokens; ++s) {
           for (int p = 0; p < kPlanes; ++p) {
@@ -42,7 +42,7 @@ PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t strid
     }
     for (int s = 0; s < kTokens; ++s) {
       for (int p = 0; p < kPlanes; ++p) {
-        sums[s][p] = Isa::finish<kSlots>(sums[s][p], part[s][p]);
+        sums[s][p] = Isa::template finish<kSlots, Words::kShift>(sums[s][p], part[s][p]);
       }
     }
   }
@@ -89,7 +89,8 @@ void gemv(const Product& a) {
       const Isa::Float scale = Isa::load_float(scales[row_scale ? 0 : group % kLanes]);
       for (int s = 0; s < kTokens; ++s) {
         const int64_t skip = s * view.stride / 4 + group;
-        const Isa::Float value = group_value<kPlanes>(sums[s], offset, data.sum[skip], kPlanes == 3 ? data.top[skip] : 0);
+        const Isa::Float value =
+            group_value<kPlanes>(sums[s], offset, data.sum[skip], kPlanes == 3 ? data.top[skip] : 0);
         y[s] = Isa::fused(value, Isa::multiply(scale, Isa::set_float(data.scale[skip])), y[s]);
         for (int p = 0; p < kPlanes; ++p) {
           sums[s][p] = Isa::zero();
@@ -105,13 +106,25 @@ void gemv(const Product& a) {
       Isa::load_words(rows.at, block * kLanes * 4, t);
       const int64_t first = block * kLanes;
       const int64_t count = std::min<int64_t>(kLanes, words - first);
-      for (int64_t j = 0; j < count; j += kWords) {
-        const int64_t word = (first + j) * Words::kStep;  // of digits; sixteen are a block of one plane
-        const int8_t* x = digits + word / 16 * (kBlock * kPlanes) + word % 16 * 4;
+      const int64_t digit = first * Words::kStep;  // word of digits; sixteen are a block of one plane
+      const int8_t* start = digits + digit / 16 * (kBlock * kPlanes) + digit % 16 * 4;
+      const auto piece = [&](int64_t j) __attribute__((always_inline)) {
+        const int64_t word = j * Words::kStep;
+        const int8_t* x = start + word / 16 * (kBlock * kPlanes) + word % 16 * 4;
         dot_words<Words, kPlanes, kTokens, kWords>(t + j, x, view.stride, sums);
         left -= kWords;
         if (left == 0) {
           end_group();
+        }
+      };
+      if (count == kLanes) {
+#pragma GCC unroll 8
+        for (int j = 0; j < kLanes; j += kWords) {
+          piece(j);
+        }
+      } else {
+        for (int64_t j = 0; j < count; j += kWords) {
+          piece(j);
         }
       }
     }
@@ -126,6 +139,9 @@ void gemv(const Product& a) {
 
 using GemvFn = void (*)(const Product&);
 
+// How many of n rows the next pass takes.
+constexpr int64_t gemv_rows(int64_t n) { return n >= 8 ? 8 : n >= 6 ? 6 : n >= 4 ? 4 : n; }
+
 template <class Words, int kWords, int kPlanes>
 GemvFn gemv_of_tokens(int64_t n) {
   switch (n) {
@@ -137,12 +153,8 @@ GemvFn gemv_of_tokens(int64_t n) {
       return gemv<Words, kPlanes, 3, kWords>;
     case 4:
       return gemv<Words, kPlanes, 4, kWords>;
-    case 5:
-      return gemv<Words, kPlanes, 5, kWords>;
     case 6:
       return gemv<Words, kPlanes, 6, kWords>;
-    case 7:
-      return gemv<Words, kPlanes, 7, kWords>;
     case 8:
       return gemv<Words, kPlanes, 8, kWords>;
   }
@@ -162,15 +174,11 @@ GemvFn gemv_of_planes(int32_t planes, int64_t n) {
   return nullptr;
 }
 
-// The loop for n (1 to 8) rows of this format; null where the format has none.
+// The loop for n = gemv_rows(n) rows of this format; null where the format has none.
 inline GemvFn find_gemv(FormatId format, const XSpec& spec, int64_t n) {
-  constexpr int kByteWords = std::min(16, Isa::kLanes);
   switch (format) {
     case FormatId::int4_row:
     case FormatId::int4_grouped:
-      if (spec.group % 64 == 0) {
-        return gemv_of_planes<NibbleWords, 8>(spec.planes, n);
-      }
       if (spec.group % 32 == 0) {
         return gemv_of_planes<NibbleWords, 4>(spec.planes, n);
       }
@@ -178,7 +186,7 @@ inline GemvFn find_gemv(FormatId format, const XSpec& spec, int64_t n) {
     case FormatId::mxfp4:
       return gemv_of_planes<Fp4Words, 4>(spec.planes, n);
     case FormatId::int8_row:
-      return gemv_of_planes<ByteWords<true>, kByteWords>(spec.planes, n);
+      return gemv_of_planes<ByteWords<true>, 8>(spec.planes, n);
     case FormatId::int2_row:
     case FormatId::int3_g64:
     case FormatId::e8_iq3:

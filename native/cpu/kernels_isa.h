@@ -27,6 +27,7 @@ struct Isa {
   PICAFLOR_INLINE static Int times256(Int a) { return _mm512_slli_epi32(a, 8); }
   PICAFLOR_INLINE static Int low_nibbles(Int v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
   PICAFLOR_INLINE static Int high_nibbles(Int v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+  PICAFLOR_INLINE static Int high_in_place(Int v) { return _mm512_andnot_si512(_mm512_set1_epi8(15), v); }
   PICAFLOR_INLINE static Int flip_signs(Int v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
   PICAFLOR_INLINE static Int look_up(const uint8_t* table, Int nibbles) {
     const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
@@ -39,11 +40,12 @@ struct Isa {
     __builtin_memcpy(&word, x, 4);
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
   }
-  // A partial sum that dot() may add to, and the end of kSlots of them: they share a total without factors.
+  // A partial sum that dot() may add to, and the end of kSlots of them: the second, a multiple of 2^kShift, is divided
+  // by it.
   PICAFLOR_INLINE static Int start(Int total, int slot) { return slot == 0 ? total : zero(); }
-  template <int kSlots>
+  template <int kSlots, int kShift>
   PICAFLOR_INLINE static Int finish(Int, const Int* part) {
-    return kSlots == 2 ? add(part[0], part[kSlots - 1]) : part[0];
+    return kSlots == 2 ? add(part[0], _mm512_srai_epi32(part[kSlots - 1], kShift)) : part[0];
   }
 
   PICAFLOR_INLINE static Float zero_float() { return _mm512_setzero_ps(); }
@@ -55,30 +57,31 @@ struct Isa {
   PICAFLOR_INLINE static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
   PICAFLOR_INLINE static Float fused(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
 
-  // t[j] = word j of all rows, from 64 bytes at each row's pointer + offset. Loads of quarters do half of the
-  // transpose; the rest is four 4x4 transposes inside the quarters of the registers.
+  // t[j] = word j of all rows, from 64 bytes at each row's pointer + offset.
   PICAFLOR_INLINE static void load_words(const uint8_t* const* rows, int64_t offset, Int* t) {
+    Int part[16];
 #pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) {
-      Int part[4];
+    for (int i = 0; i < 16; i += 4) {
+      const auto row = [&](int r) { return _mm512_loadu_si512(rows[i + r] + offset); };
+      const Int a = _mm512_unpacklo_epi32(row(0), row(1));
+      const Int b = _mm512_unpackhi_epi32(row(0), row(1));
+      const Int c = _mm512_unpacklo_epi32(row(2), row(3));
+      const Int d = _mm512_unpackhi_epi32(row(2), row(3));
+      part[i] = _mm512_unpacklo_epi64(a, c);
+      part[i + 1] = _mm512_unpackhi_epi64(a, c);
+      part[i + 2] = _mm512_unpacklo_epi64(b, d);
+      part[i + 3] = _mm512_unpackhi_epi64(b, d);
+    }
 #pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) {
-        const auto quarter = [&](int r) {
-          return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + offset + 16 * q));
-        };
-        Int v = _mm512_castsi128_si512(quarter(k));
-        v = _mm512_inserti32x4(v, quarter(k + 4), 1);
-        v = _mm512_inserti32x4(v, quarter(k + 8), 2);
-        part[k] = _mm512_inserti32x4(v, quarter(k + 12), 3);
-      }
-      const Int a = _mm512_unpacklo_epi32(part[0], part[1]);
-      const Int b = _mm512_unpackhi_epi32(part[0], part[1]);
-      const Int c = _mm512_unpacklo_epi32(part[2], part[3]);
-      const Int d = _mm512_unpackhi_epi32(part[2], part[3]);
-      t[4 * q] = _mm512_unpacklo_epi64(a, c);
-      t[4 * q + 1] = _mm512_unpackhi_epi64(a, c);
-      t[4 * q + 2] = _mm512_unpacklo_epi64(b, d);
-      t[4 * q + 3] = _mm512_unpackhi_epi64(b, d);
+    for (int k = 0; k < 4; ++k) {
+      const Int even_low = _mm512_shuffle_i32x4(part[k], part[4 + k], 0x88);
+      const Int odd_low = _mm512_shuffle_i32x4(part[k], part[4 + k], 0xDD);
+      const Int even_high = _mm512_shuffle_i32x4(part[8 + k], part[12 + k], 0x88);
+      const Int odd_high = _mm512_shuffle_i32x4(part[8 + k], part[12 + k], 0xDD);
+      t[k] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+      t[4 + k] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+      t[8 + k] = _mm512_shuffle_i32x4(even_low, even_high, 0xDD);
+      t[12 + k] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xDD);
     }
   }
 };
@@ -99,6 +102,7 @@ struct Isa {
   PICAFLOR_INLINE static Int times256(Int a) { return _mm256_slli_epi32(a, 8); }
   PICAFLOR_INLINE static Int low_nibbles(Int v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
   PICAFLOR_INLINE static Int high_nibbles(Int v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+  PICAFLOR_INLINE static Int high_in_place(Int v) { return _mm256_andnot_si256(_mm256_set1_epi8(15), v); }
   PICAFLOR_INLINE static Int flip_signs(Int v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
   PICAFLOR_INLINE static Int look_up(const uint8_t* table, Int nibbles) {
     const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
@@ -114,7 +118,7 @@ struct Isa {
   }
   // A partial sum that dot() may add to, and the end of kSlots of them: the second counts 16 times.
   PICAFLOR_INLINE static Int start(Int, int) { return zero(); }
-  template <int kSlots>
+  template <int kSlots, int>
   PICAFLOR_INLINE static Int finish(Int total, const Int* part) {
     Int out = add(total, _mm256_madd_epi16(part[0], _mm256_set1_epi16(1)));
     if constexpr (kSlots == 2) {

@@ -13,11 +13,11 @@ namespace picaflor {
 constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 constexpr int64_t groups_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-constexpr int64_t kBlock = 64;        // inputs whose digits of one plane lie side by side
-constexpr int64_t kBlock8 = 8;        // runs of eight inputs in a block
-constexpr int64_t kMaxGroup = 256;    // inputs per activation group, at most
-constexpr int32_t kE8Largest = 62;    // largest magnitude of a lattice code
-constexpr int32_t kFp4Largest = 12;   // largest magnitude of a doubled mxfp4 code
+constexpr int64_t kBlock = 64;       // inputs whose digits of one plane lie side by side
+constexpr int64_t kBlock8 = 8;       // runs of eight inputs in a block
+constexpr int64_t kMaxGroup = 256;   // inputs per activation group, at most
+constexpr int32_t kE8Largest = 62;   // largest magnitude of a lattice code
+constexpr int32_t kFp4Largest = 12;  // largest magnitude of a doubled mxfp4 code
 
 // Bytes of one stored row of codes.
 constexpr int64_t row_bytes(const Weight& w) {
@@ -98,7 +98,7 @@ constexpr int32_t code_offset(FormatId format) {
 // digit first, zeros behind the last input. A rotated row has room for its floats at the end.
 struct XView {
   int64_t groups = 0;
-  int64_t sums = 0;    // byte offsets
+  int64_t sums = 0;  // byte offsets
   int64_t tops = 0;
   int64_t digits = 0;
   int64_t rotated = 0;

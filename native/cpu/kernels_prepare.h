@@ -138,7 +138,7 @@ inline void prepare_digits(const XSpec& spec, const XView& view, const float* x,
   auto* scales = reinterpret_cast<float*>(out);
   auto* sums = reinterpret_cast<int32_t*>(out + view.sums);
   auto* digits = reinterpret_cast<int8_t*>(out + view.digits);
-  std::memset(out, 0, static_cast<size_t>(view.stride));  // also what is behind the last group and input
+  std::memset(out, 0, static_cast<size_t>(view.rotated));  // also what is behind the last group and input
   alignas(64) float padded[kMaxGroup];
   for (int64_t g = 0; g < view.groups; ++g) {
     const int64_t begin = g * spec.group;
@@ -216,6 +216,7 @@ inline void prepare_row(const XSpec& spec, const float* x, std::byte* out) {
   }
   if (spec.rotated) {
     auto* turned = reinterpret_cast<float*>(out + view.rotated);
+    std::memset(out + view.rotated, 0, static_cast<size_t>(view.stride - view.rotated));
     std::memcpy(turned, x, bytes);
     rotate(turned, spec.cols);
     x = turned;

@@ -16,16 +16,8 @@ inline namespace PICAFLOR_ISA {
 
 // Sixteen stored values of a row from input i on, as float32; `scales` is the row's scale row (fp8 only). Up to 60
 // bytes behind the last input are read.
-struct CodeF32 {
-  static constexpr int64_t kBytes = 4;
-  PICAFLOR_INLINE static V16 load(const uint8_t* row, const uint8_t*, int64_t i) {
-    V16 out;
-    std::memcpy(&out, row + i * 4, sizeof out);
-    return out;
-  }
-};
-
 #if defined(__AVX512F__)
+PICAFLOR_INLINE V16 f32_values(const uint8_t* p) { return load16(reinterpret_cast<const float*>(p)); }
 PICAFLOR_INLINE V16 bf16_values(const uint8_t* p) {
   return from_bits(ishl<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 }
@@ -42,11 +34,14 @@ PICAFLOR_INLINE V16 fp8_values(const uint8_t* p) {
   return mul(_mm512_cvtph_ps(half), set16(256.0f));
 }
 #elif defined(__AVX2__) && defined(__FMA__)
+PICAFLOR_INLINE V16 f32_values(const uint8_t* p) { return load16(reinterpret_cast<const float*>(p)); }
 PICAFLOR_INLINE __m128i load128(const uint8_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 PICAFLOR_INLINE V16 bf16_values(const uint8_t* p) {
   return from_bits(ishl<16>(I16{_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 16))}));
 }
-PICAFLOR_INLINE V16 f16_values(const uint8_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))}; }
+PICAFLOR_INLINE V16 f16_values(const uint8_t* p) {
+  return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))};
+}
 PICAFLOR_INLINE V16 fp8_values(const uint8_t* p) {
   const __m256i v = _mm256_cvtepu8_epi16(load128(p));
   const __m256i rest = _mm256_and_si256(v, _mm256_set1_epi16(0x7F));
@@ -57,6 +52,11 @@ PICAFLOR_INLINE V16 fp8_values(const uint8_t* p) {
   return mul(value, set16(256.0f));
 }
 #else
+PICAFLOR_INLINE V16 f32_values(const uint8_t* p) {
+  V16 out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
 PICAFLOR_INLINE V16 bf16_values(const uint8_t* p) {
   V16 out;
   for (int i = 0; i < 16; ++i) {
@@ -82,6 +82,9 @@ PICAFLOR_INLINE V16 fp8_values(const uint8_t* p) {
 }
 #endif
 
+struct CodeF32 {
+  PICAFLOR_INLINE static V16 load(const uint8_t* row, const uint8_t*, int64_t i) { return f32_values(row + 4 * i); }
+};
 struct CodeBf16 {
   PICAFLOR_INLINE static V16 load(const uint8_t* row, const uint8_t*, int64_t i) { return bf16_values(row + 2 * i); }
 };
@@ -187,9 +190,8 @@ inline void decode_float_row(const Weight& w, int64_t row, float* out) {
 // float(code) * scale over runs of inputs with one scale.
 inline void decode_code_row(const Weight& w, int64_t row, float* out) {
   const uint8_t* codes = w.codes + row * row_bytes(w);
-  const int64_t group = kActivationGroup[static_cast<int32_t>(w.format)] < 0
-                            ? w.group
-                            : kActivationGroup[static_cast<int32_t>(w.format)];
+  const int64_t group =
+      kActivationGroup[static_cast<int32_t>(w.format)] < 0 ? w.group : kActivationGroup[static_cast<int32_t>(w.format)];
   const int32_t offset = code_offset(w.format);
   alignas(64) uint8_t run[kMaxGroup];
   for (int64_t begin = 0; begin < w.cols; begin += group) {

@@ -12,13 +12,13 @@
 namespace picaflor {
 inline namespace PICAFLOR_ISA {
 
-constexpr int kHalves = 2;                              // tiles of kLanes rows side by side
+constexpr int kHalves = 2;  // tiles of kLanes rows side by side
 constexpr int64_t kTileRows = kHalves * Isa::kLanes;
-constexpr int64_t kChunkInputs = 512;                   // at most; whole groups
+constexpr int64_t kChunkInputs = 512;  // at most; whole groups
 constexpr int64_t kChunkWords = kChunkInputs / 4;
 constexpr int64_t kChunkGroups = kChunkInputs / 16;
-constexpr int64_t kTokenBlock = 128;                    // prepared rows per unpacking
-constexpr int kRun = 4;                                 // digit words between group ends, and per int16 sum
+constexpr int64_t kTokenBlock = 128;  // prepared rows per unpacking
+constexpr int kRun = 4;               // digit words between group ends, and per int16 sum
 
 // Codes and scales of two tiles over one chunk of inputs. Column of digit word k: [half][slot][kLanes * 4 bytes].
 struct Columns {
@@ -45,7 +45,7 @@ inline void unpack_words(const uint8_t* const* rows, int64_t offset, int64_t wor
 #pragma GCC unroll 16
     for (int j = 0; j < Isa::kLanes; ++j) {
       Isa::Int codes[Words::kTerms];
-      Words::unpack(t[j], codes);
+      Words::template unpack<false>(t[j], codes);
       for (int k = 0; k < Words::kTerms; ++k) {
         const int64_t column = (first + j) * Words::kStep + Words::digit_word(k);
         const int slot = Words::kSplit ? k : 0;
@@ -58,8 +58,8 @@ inline void unpack_words(const uint8_t* const* rows, int64_t offset, int64_t wor
 // One pass over a chunk: what the token blocks need to know.
 struct Chunk {
   const Columns& columns;
-  int64_t begin;         // first input
-  int64_t inputs;        // real ones
+  int64_t begin;   // first input
+  int64_t inputs;  // real ones
   int64_t group_inputs;
   int64_t scale_stride;  // floats from one group's scales to the next; 0: one scale per row
   int32_t offset;
@@ -118,7 +118,7 @@ void meet_tokens(const Chunk& chunk, const XView& view, const std::byte* x, floa
       for (int s = 0; s < kTokens; ++s) {
         for (int h = 0; h < kHalves; ++h) {
           for (int p = 0; p < kPlanes; ++p) {
-            sums[s][h][p] = Isa::finish<kSlots>(sums[s][h][p], part[s][h][p]);
+            sums[s][h][p] = Isa::template finish<kSlots, 0>(sums[s][h][p], part[s][h][p]);
           }
         }
       }
@@ -139,8 +139,12 @@ void meet_tokens(const Chunk& chunk, const XView& view, const std::byte* x, floa
 
 template <int kPlanes, bool kSplit>
 void meet_all(const Chunk& chunk, const XView& view, const std::byte* x, int64_t n, float* acc) {
-  constexpr int kMost = Isa::kPairs ? (kSplit || kPlanes == 3 ? 1 : kPlanes == 2 ? 2 : 4)
-                                    : (kPlanes == 1 ? 8 : kPlanes == 2 ? 4 : 3);
+  constexpr int kMost = Isa::kPairs ? (kSplit || kPlanes == 3 ? 1
+                                       : kPlanes == 2         ? 2
+                                                              : 4)
+                                    : (kPlanes == 1   ? 8
+                                       : kPlanes == 2 ? 4
+                                                      : 3);
   int64_t s = 0;
   for (; s + kMost <= n; s += kMost) {
     meet_tokens<kPlanes, kMost, kSplit>(chunk, view, x + s * view.stride, acc + s * kTileRows);
@@ -198,8 +202,7 @@ inline void unpack_tile(const Weight& w, const TileRows& rows, int64_t begin, in
 }
 
 inline bool splits(FormatId format) {
-  const bool nibbles =
-      format == FormatId::int4_row || format == FormatId::int4_grouped || format == FormatId::mxfp4;
+  const bool nibbles = format == FormatId::int4_row || format == FormatId::int4_grouped || format == FormatId::mxfp4;
   return Isa::kPairs && !nibbles;
 }
 

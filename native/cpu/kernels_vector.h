@@ -10,11 +10,11 @@
 namespace picaflor {
 inline namespace PICAFLOR_ISA {
 
-constexpr int64_t kMostGemv = 8;    // rows that one pass over the words can meet
+constexpr int64_t kPassRows = 32;    // weight rows that stay in cache for a second pass
 constexpr int64_t kFewestTile = 12;  // from here on unpacked columns win
 
-inline void vector_matmul(const Weight& w, const XSpec& spec, const std::byte* x, int64_t n, float* y,
-                          int64_t y_stride, int64_t row_begin, int64_t row_end, const Ahead& ahead) {
+inline void vector_matmul(const Weight& w, const XSpec& spec, const std::byte* x, int64_t n, float* y, int64_t y_stride,
+                          int64_t row_begin, int64_t row_end, const Ahead& ahead) {
   if (n <= 0 || row_begin >= row_end || matmul_floats(w, x, n, y, y_stride, row_begin, row_end)) {
     return;
   }
@@ -24,13 +24,14 @@ inline void vector_matmul(const Weight& w, const XSpec& spec, const std::byte* x
     return;
   }
   const int64_t stride = x_stride(spec);
-  const int64_t step = n <= kMostGemv ? row_end - row_begin : Isa::kLanes;
+  const int64_t step = gemv_rows(n) == n ? row_end - row_begin : kPassRows;
   for (int64_t row = row_begin; row < row_end; row += step) {
-    for (int64_t s = 0; s < n; s += kMostGemv) {
-      const int64_t count = std::min(kMostGemv, n - s);
-      const int64_t end = std::min(row + step, row_end);
-      find_gemv(w.format, spec, count)(
-          Product{w, spec, x + s * stride, count, y + s * y_stride, y_stride, row, end, ahead});
+    const int64_t end = std::min(row + step, row_end);
+    int64_t count = 0;
+    for (int64_t s = 0; s < n; s += count) {
+      count = gemv_rows(n - s);
+      find_gemv(w.format, spec,
+                count)(Product{w, spec, x + s * stride, count, y + s * y_stride, y_stride, row, end, ahead});
     }
   }
 }

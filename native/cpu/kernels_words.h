@@ -20,10 +20,12 @@ struct NibbleWords {
   static constexpr int kTerms = 2;
   static constexpr bool kSplit = false;
   static constexpr int kPairWords = 4;  // 8 * 15 * 256 < 32768
+  static constexpr int kShift = Isa::kPairs ? 0 : 4;
   static constexpr int digit_word(int term) { return term; }
+  template <bool kOwn>
   PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
     codes[0] = Isa::low_nibbles(t);
-    codes[1] = Isa::high_nibbles(t);
+    codes[1] = kOwn && kShift != 0 ? Isa::high_in_place(t) : Isa::high_nibbles(t);
   }
 };
 
@@ -34,7 +36,9 @@ struct Fp4Words {
   static constexpr int kTerms = 2;
   static constexpr bool kSplit = false;
   static constexpr int kPairWords = 2;  // 4 * 24 * 256 < 32768
+  static constexpr int kShift = 0;
   static constexpr int digit_word(int term) { return term; }
+  template <bool>
   PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
     codes[0] = Isa::look_up(kFp4Codes, Isa::low_nibbles(t));
     codes[1] = Isa::look_up(kFp4Codes, Isa::high_nibbles(t));
@@ -48,7 +52,9 @@ struct ByteWords {
   static constexpr bool kSplit = Isa::kPairs;
   static constexpr int kTerms = kSplit ? 2 : 1;
   static constexpr int kPairWords = 8;
+  static constexpr int kShift = 0;
   static constexpr int digit_word(int) { return 0; }
+  template <bool>
   PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
     const Isa::Int v = kFlip ? Isa::flip_signs(t) : t;
     if constexpr (kSplit) {
@@ -83,23 +89,28 @@ inline void tile_scales(const Weight& w, const TileRows& rows, int64_t group, in
                         int64_t stride) {
   constexpr int kLanes = Isa::kLanes;
   const int64_t count = std::min<int64_t>(kLanes, groups - group);
-  if (w.format == FormatId::int4_grouped || w.format == FormatId::int3_g64) {
-    const int64_t nbytes = scale_row_bytes(w);
-    const uint8_t* at[kLanes];
-    for (int r = 0; r < kLanes; ++r) {
-      at[r] = w.scales + rows.index[r] * nbytes;
-    }
-    Isa::Int words[kLanes];
-    Isa::load_words(at, group * 4, words);
-    for (int64_t g = 0; g < count; ++g) {
-      Isa::store(out + g * stride, words[g]);
-    }
-    return;
-  }
+  const int64_t nbytes = scale_row_bytes(w);
+  alignas(64) float values[kLanes][kLanes];  // by row, where the scales are not stored as floats
+  const uint8_t* at[kLanes];
   for (int r = 0; r < kLanes; ++r) {
-    for (int64_t g = 0; g < count; ++g) {
-      out[g * stride + r] = group_scale(w, rows.index[r], group + g);
+    const uint8_t* stored = w.scales + rows.index[r] * nbytes + group * (w.format == FormatId::mxfp4 ? 1 : 4);
+    at[r] = reinterpret_cast<const uint8_t*>(values[r]);
+    if (w.format == FormatId::int4_grouped || w.format == FormatId::int3_g64) {
+      at[r] = stored;
+    } else if (w.format == FormatId::mxfp4) {
+      for (int g = 0; g < kLanes; ++g) {
+        values[r][g] = half_e8m0(stored[g]);
+      }
+    } else {
+      for (int64_t g = 0; g < count; ++g) {
+        values[r][g] = group_scale(w, rows.index[r], group + g);
+      }
     }
+  }
+  Isa::Int words[kLanes];
+  Isa::load_words(at, 0, words);
+  for (int64_t g = 0; g < count; ++g) {
+    Isa::store(out + g * stride, words[g]);
   }
 }
 
@@ -161,6 +172,15 @@ class Fetcher {
 
   template <int kHint>
   PICAFLOR_INLINE void step() {
+    constexpr int64_t kTile = Isa::kLanes * Isa::kLanes * 4 / 64;  // lines of one block of a tile
+    if (lines_ == kTile && end_ - at_ >= kTile * 64) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kTile; ++i) {
+        _mm_prefetch(reinterpret_cast<const char*>(at_ + i * 64), static_cast<_mm_hint>(kHint));
+      }
+      at_ += kTile * 64;
+      return;
+    }
     for (int64_t i = 0; i < lines_ && at_ < end_; ++i, at_ += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(at_), static_cast<_mm_hint>(kHint));
     }

@@ -26,9 +26,9 @@ struct Weight {
   FormatId format = FormatId::f32;
   int64_t rows = 0;
   int64_t cols = 0;
-  int32_t group = 0;              // int4_grouped only: inputs per scale
-  const uint8_t* codes = nullptr; // plane 0
-  const uint8_t* scales = nullptr; // plane 1, null where the format has none
+  int32_t group = 0;                // int4_grouped only: inputs per scale
+  const uint8_t* codes = nullptr;   // plane 0
+  const uint8_t* scales = nullptr;  // plane 1, null where the format has none
 };
 
 // Order of the digits inside a run of eight inputs: as they come, or evens then odds (they meet low and high nibbles).
@@ -36,7 +36,7 @@ enum class XLayout : int32_t { natural = 0, nibbles = 1 };
 
 // How activations are prepared for a weight: `planes` int8 planes per group of `group` inputs, or floats (planes 0).
 struct XSpec {
-  int32_t planes = 0; // 0 float, 1 fast, 2 standard, 3 exact
+  int32_t planes = 0;  // 0 float, 1 fast, 2 standard, 3 exact
   int32_t group = 0;
   bool rotated = false;
   XLayout layout = XLayout::natural;
@@ -45,4 +45,4 @@ struct XSpec {
   bool operator==(const XSpec&) const = default;
 };
 
-} // namespace picaflor
+}  // namespace picaflor
