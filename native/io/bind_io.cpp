@@ -70,7 +70,8 @@ void bind_io(nb::module_& module) {
       .def_ro("nbytes", &ReadStats::nbytes)
       .def_ro("reads", &ReadStats::reads, "calls to the system")
       .def_ro("jobs", &ReadStats::jobs)
-      .def_ro("seconds", &ReadStats::seconds, "sum over threads");
+      .def_ro("seconds", &ReadStats::seconds, "sum over threads")
+      .def_ro("busy_seconds", &ReadStats::busy_seconds, "time with a job under way");
   nb::class_<ReadPool>(module, "ReadPool", "Threads that read runs of bytes from files into memory.")
       .def(nb::init<int>(), nb::arg("threads"))
       .def_prop_ro("threads", &ReadPool::threads)
@@ -89,6 +90,9 @@ void bind_io(nb::module_& module) {
       .def("cancel", &ReadPool::cancel, nb::arg("ticket"), "Take back a job that has not begun; True if it was.")
       .def("promote", &ReadPool::promote, nb::arg("ticket"), "Let a waiting job start with the demand jobs.")
       .def("stats", &ReadPool::stats)
+      .def(
+          "busy_seconds", [](const ReadPool& pool) { return pool.stats().busy_seconds; },
+          "Time with at least one job under way, up to the last moment when there was none.")
       .def("close", &ReadPool::close, nb::call_guard<nb::gil_scoped_release>(),
            "Cancel what waits, finish what runs, end the threads.");
 }

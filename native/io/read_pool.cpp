@@ -82,6 +82,8 @@ struct ReadPool::State {
   bool closed = false;
   std::mutex closing;  // held while threads are joined, so that every close() returns after the last write
   ReadStats stats;
+  int running = 0;
+  Clock::time_point busy_since;
 
   void start(int threads, const ReadFunction& read) {
     while (std::ssize(workers) < threads) workers.emplace_back([this, &read] { serve(read); });
@@ -97,8 +99,9 @@ struct ReadPool::State {
       queue.pop_front();
       Job& job = jobs.at(ticket);  // references into an unordered_map outlive other insertions and removals
       job.phase = Phase::kRunning;
-      lock.unlock();
       const Clock::time_point begin = Clock::now();
+      if (running++ == 0) busy_since = begin;
+      lock.unlock();
       std::int64_t reads = 0;
       for (std::int64_t run = 0; run < std::ssize(job.runs); ++run) {
         job.result.run = run;
@@ -112,6 +115,7 @@ struct ReadPool::State {
       stats.reads += reads;
       stats.jobs += 1;
       stats.seconds += job.result.seconds;
+      if (--running == 0) stats.busy_seconds += std::chrono::duration<double>(Clock::now() - busy_since).count();
       done.notify_all();
     }
   }

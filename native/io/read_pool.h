@@ -41,6 +41,7 @@ struct ReadStats {
   std::int64_t reads = 0;   // calls to the system
   std::int64_t jobs = 0;    // jobs finished, failed ones too
   double seconds = 0;       // sum over threads of the time in jobs
+  double busy_seconds = 0;  // time with at least one job under way, up to the last moment when there was none
 };
 
 // Reads up to `nbytes` bytes at `offset`; returns bytes or -errno, as read_at does. Tests put faults here.

@@ -223,7 +223,7 @@ def test_padding_and_bytes_behind_do_not_matter() -> None:
 def test_refusals_name_what_was_wrong() -> None:
     """Unknown instruction sets, sizes that do not fit and illegal groups are refused in one line."""
     data = sample("int4-grouped", 64, 4, 64)
-    with pytest.raises(ValueError, match="instruction set sse9 is not available; .* has: scalar"):
+    with pytest.raises(ValueError, match=r"instruction set sse9 is not available; .* has: scalar"):
         _native.check_isa("sse9")
     assert _native.check_isa("auto") == ISAS[-1]
     with pytest.raises(ValueError, match="group size 24; legal are 16, 32, 48"):

@@ -137,6 +137,7 @@ void test_bytes() {
   CHECK(memory[1064] == 0xEE);
   CHECK(pool.stats().nbytes == 664 && pool.stats().jobs == 3 && pool.stats().reads == 3);
   CHECK(pool.stats().seconds > 0);
+  CHECK(pool.stats().busy_seconds > 0);
 }
 
 void test_many_waited_together() {

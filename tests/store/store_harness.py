@@ -194,6 +194,9 @@ class FakePool:
         if ticket in self.jobs:
             self.demand[ticket] = True
 
+    def busy_seconds(self) -> float:
+        return 0.25 * len(self.order)
+
     def close(self) -> None:
         self.closed = True
         self.done.update((ticket, Outcome(ticket, Status.CANCELLED)) for ticket in self.jobs)

@@ -75,6 +75,8 @@ def test_preload_by_read_threads(tmp_path: Path) -> None:
         assert isinstance(pool, ReadPool)
         stats = pool.stats()
         assert (stats.jobs, stats.nbytes) == (120, store.counters.preload_bytes)
+        assert 0 < store.busy_s() <= stats.seconds + 0.1
+        assert store.busy_s() <= store.counters.preload_s + 0.1
 
 
 def test_read_pool_from_python(tmp_path: Path) -> None:

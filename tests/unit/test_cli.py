@@ -108,6 +108,9 @@ class FakeEngine:
             elif cancel is None or not cancel.is_set():
                 yield Piece(part, at)
 
+    def measure_memory_limit(self) -> None:
+        return
+
     def record(self) -> Record:
         return Record(model="fake", decode=Phase(tokens=2, wall_s=1.0))
 

@@ -41,6 +41,7 @@ def command(model: str | None, settings: Settings) -> None:
         if settings.profile:
             from picaflor.telemetry.report import print_report
 
+            engine.measure_memory_limit()
             print_report(engine.record(), sys.stderr)
 
 

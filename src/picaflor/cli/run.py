@@ -93,6 +93,7 @@ def _report(engine: Engine, settings: Settings) -> None:
     if settings.profile:
         from picaflor.telemetry.report import print_report
 
+        engine.measure_memory_limit()
         print_report(engine.record(), sys.stderr)
 
 

@@ -22,6 +22,7 @@ from picaflor.formats.base import F32
 from picaflor.models.base import MatrixSpec
 from picaflor.models.blocks.moe import MoE
 from picaflor.runtime import builtin
+from picaflor.runtime.bench import MemoryProbe
 from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
 from picaflor.runtime.kvcache import Sequence
@@ -44,6 +45,7 @@ class _Counts:
 
     seconds: dict[str, float] = field(default_factory=dict)
     store: LayerCounters = field(default_factory=LayerCounters)
+    busy_s: float = 0.0
 
 
 class Engine:
@@ -75,6 +77,7 @@ class Engine:
         self._decode = Phase()
         self._first_token_s = 0.0
         self._seconds: dict[str, float] = {}
+        self._memory_limit: float | None = None
 
     @classmethod
     def open(
@@ -310,6 +313,7 @@ class Engine:
         for name, seconds in self.plan.forward.program.seconds().items():
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         counts.seconds = dict(self._seconds)
+        counts.busy_s = store.busy_s() if store is not None else 0.0
         return counts
 
     def _phase(
@@ -334,6 +338,7 @@ class Engine:
             loads=end.store.loaded - start.store.loaded,
             read_bytes=end.store.read_bytes - start.store.read_bytes,
             read_service_s=service_s,
+            read_busy_s=end.busy_s - start.busy_s,
             weight_bytes=len(steps) * sum(self.bytes_per_token().values()),
         )
 
@@ -375,10 +380,16 @@ class Engine:
             experts_per_token=max((block.router.top_k for block in moe), default=0),
             readers=plan.read_threads if store is not None else 0,
             physical_read_bytes=physical_read_bytes(),
+            memory_limit_bytes_per_s=self._memory_limit,
             kernels={f"{plan.backend.name}.{op}.{name}": n for (op, name), n in plan.backend.table.engaged.items()},
             fallbacks=dict(plan.backend.table.fallbacks),
             warnings=tuple(self._warnings),
         )
+
+    def measure_memory_limit(self) -> None:
+        """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory."""
+        probe = MemoryProbe(self.weight_memory(), isa=self.isa, threads=self.threads)
+        self._memory_limit = probe() if probe.nbytes else None
 
     def _expert_bytes(self) -> int:
         store = self.plan.store

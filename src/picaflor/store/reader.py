@@ -76,6 +76,10 @@ class Pool(Protocol):
         """Let a job that has not begun start with the demand jobs."""
         ...
 
+    def busy_seconds(self) -> float:
+        """Wall time with at least one read under way, since the pool was made."""
+        ...
+
     def close(self) -> None:
         """No thread writes to any slot after this."""
         ...
@@ -276,6 +280,10 @@ class Reader:
     def promote(self, ticket: int) -> None:
         """Somebody waits for a read that was submitted without demand."""
         self._pool.promote(ticket)
+
+    def busy_s(self) -> float:
+        """Wall time with at least one read under way so far."""
+        return self._pool.busy_seconds()
 
     def close(self) -> None:
         """End all reads; after this no slot is written. The container stays open."""

@@ -168,6 +168,10 @@ class ExpertStore:
             copies = (self._residency.find(key, RAM, DISK_LAYOUT) for key in keys)
             return [c.key.expert for c in copies if c is not None and c.state in (State.READY, State.IN_USE)]
 
+    def busy_s(self) -> float:
+        """Wall seconds with at least one read under way so far, the preload included."""
+        return self._reader.busy_s()
+
     def memory(self) -> list[NDArray[np.uint8]]:
         """The bytes of all experts that could be used without a read; slots stay mapped until `close`."""
         with self._changed:
