@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,6 @@ from picaflor import __version__
 from picaflor import settings as table
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.settings import Settings
-
-if TYPE_CHECKING:
-    from picaflor.backends.cpu.kernels import KernelBenchmark
 
 RECORD_VERSION = 1
 
@@ -45,15 +42,15 @@ def command(
 ) -> None:
     """Multiply random matrices that no cache holds, and read the same bytes with plain loads, in turns."""
     from picaflor import formats
-    from picaflor.backends.cpu import kernels
-    from picaflor.backends.cpu.threads import default_threads
+    from picaflor.runtime.plan import backend_part
 
     if format_name not in formats.REGISTRY:
         raise UsageError(f"--format {format_name}: not a weight format; accepted: {', '.join(formats.REGISTRY)}")
+    kernels = backend_part("cpu", "kernels")
     sizes = formats.REGISTRY[format_name].group_sizes
     if sizes and group_size not in sizes:
         raise UsageError(f"--group-size {group_size}: {format_name} has {', '.join(map(str, sizes))}")
-    most = settings.threads or default_threads()
+    most = settings.threads or backend_part("cpu", "threads").default_threads()
     what = kernels.KernelBenchmark(
         format=format_name,
         rows=rows,
@@ -90,7 +87,7 @@ def _record(result: dict[str, Any], settings: Settings, note: str) -> dict[str, 
     }
 
 
-def _table(what: KernelBenchmark, record: dict[str, Any]) -> str:
+def _table(what: Any, record: dict[str, Any]) -> str:
     size = f" {what.group_size}" if what.group_size else ""
     lines = [
         f"{what.format}{size} [{what.rows}, {what.cols}], {what.tokens} row(s) of x, {record['precision']}, "

@@ -129,6 +129,11 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     return backend
 
 
+def backend_part(name: str, part: str) -> Any:
+    """A module of a backend by name, for what measures the backend itself."""
+    return importlib.import_module(f"picaflor.backends.{name}.{part}")
+
+
 class _Residents:
     """The resident matrices and vectors: memory first, bytes later."""
 
