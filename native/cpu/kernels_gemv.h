@@ -174,11 +174,27 @@ GemvFn gemv_of_planes(int32_t planes, int64_t n) {
   return nullptr;
 }
 
+template <class Words, int kWords>
+GemvFn gemv_alone(int32_t planes) {
+  switch (planes) {
+    case 1:
+      return gemv<Words, 1, 1, kWords>;
+    case 2:
+      return gemv<Words, 2, 1, kWords>;
+    case 3:
+      return gemv<Words, 3, 1, kWords>;
+  }
+  return nullptr;
+}
+
 // The loop for n = gemv_rows(n) rows of this format; null where the format has none.
 inline GemvFn find_gemv(FormatId format, const XSpec& spec, int64_t n) {
   switch (format) {
     case FormatId::int4_row:
     case FormatId::int4_grouped:
+      if (spec.group % 64 == 0 && n == 1) {  // where memory can be the limit
+        return gemv_alone<NibbleWords, 8>(spec.planes);
+      }
       if (spec.group % 32 == 0) {
         return gemv_of_planes<NibbleWords, 4>(spec.planes, n);
       }

@@ -51,13 +51,13 @@ def test_near_the_exact_product(name: str, group_size: int) -> None:
 
 @pytest.mark.parametrize(("name", "group_size"), INTEGER_CASES, ids=[f"{n}-{s}" for n, s in INTEGER_CASES])
 def test_precisions_are_what_they_promise(name: str, group_size: int) -> None:
-    """On long rows with outliers, relative to the sum of |terms|: standard 8e-5, exact 3e-7."""
+    """On long rows with outliers, relative to the sum of |terms|: standard 8e-5, exact 4e-7."""
     rng = np.random.default_rng(19)
     data = sample(name, group_size, 12, 2048, tame=True)
     x = activations(rng, 4, 2048)
     weights, values = data.decoded.astype(np.float64), inputs(name, x)
     magnitude = np.abs(values) @ np.abs(weights).T
-    for planes, bound in ((2, 8e-5), (3, 3e-7)):
+    for planes, bound in ((2, 8e-5), (3, 4e-7)):
         errors = np.abs(kernels.matmul(data.weight, x, planes=planes) - values @ weights.T) / magnitude
         assert errors.max() <= bound, (planes, errors.max())
 

@@ -6,7 +6,7 @@ Knows formats by name and numpy; must not know models, programs or files.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor import _native, formats
-from picaflor.backends.cpu.memory import allocate
+from picaflor.backends.cpu.memory import HUGE_PAGE_BYTES, allocate
 from picaflor.formats.base import F32, Planes
 
 PLANES: Final = {"fast": 1, "standard": 2, "exact": 3}
+ALIGN_BYTES: Final = 64
 FORMAT_NUMBERS: Final = {name: number for number, name in enumerate(formats.REGISTRY)}
 
 
@@ -40,10 +41,21 @@ class HeldWeight:
 
 def hold(format_name: str, planes: Planes, rows: int, cols: int, group_size: int = 0) -> HeldWeight:
     """Copy the planes of a matrix to where kernels may read them. Raises ValueError for sizes that do not fit."""
+    return _placed(format_name, planes, rows, cols, group_size, allocate)
+
+
+def _placed(
+    format_name: str,
+    planes: Planes,
+    rows: int,
+    cols: int,
+    group_size: int,
+    place: Callable[[int], NDArray[np.uint8]],
+) -> HeldWeight:
     keep = []
     for plane in planes:
         raw = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
-        memory = allocate(raw.nbytes)
+        memory = place(raw.nbytes)
         memory[:] = raw
         keep.append(memory)
     sizes = [(memory.ctypes.data, memory.nbytes) for memory in keep] + [(0, 0)]
@@ -101,12 +113,21 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _random_weights(what: KernelBenchmark) -> list[HeldWeight]:
-    """Distinct matrices of `total_bytes` in all; codes random, scales small and different."""
+    """Copies of one random matrix, `total_bytes` in all, in one block as the expert store has it (large pages)."""
     form = formats.REGISTRY[what.format]
-    rng = np.random.default_rng(1)
-    planes = form.sample(rng, what.rows, what.cols, what.group_size)
-    count = -(-what.total_bytes // sum(plane.nbytes for plane in planes))
-    return [hold(what.format, planes, what.rows, what.cols, what.group_size) for _ in range(count)]
+    planes = form.sample(np.random.default_rng(1), what.rows, what.cols, what.group_size)
+    padded = sum(-(-plane.nbytes // ALIGN_BYTES) * ALIGN_BYTES for plane in planes)
+    count = -(-what.total_bytes // padded)
+    block = allocate(count * padded + HUGE_PAGE_BYTES)
+    used = -block.ctypes.data % HUGE_PAGE_BYTES
+
+    def place(nbytes: int) -> NDArray[np.uint8]:
+        nonlocal used
+        start = used
+        used += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        return block[start : start + nbytes]
+
+    return [_placed(what.format, planes, what.rows, what.cols, what.group_size, place) for _ in range(count)]
 
 
 def run_benchmark(what: KernelBenchmark) -> dict[str, object]:
