@@ -187,6 +187,31 @@ inline void decode_float_row(const Weight& w, int64_t row, float* out) {
   }
 }
 
+// Sixteen codes of a format whose codes lie one behind the other, at input `at` of a row.
+struct CodeNibbles {
+  static I16 load(const uint8_t* row, int64_t at) { return isub(nibbles16(row + at / 2), iset16(8)); }
+};
+struct CodeBytes {
+  static I16 load(const uint8_t* row, int64_t at) { return bytes16(row + at); }
+};
+
+// float(code) * scale over runs of `group` inputs, a multiple of 16.
+template <class Code>
+inline void decode_plain_row(const Weight& w, int64_t row, int64_t group, float* out) {
+  const uint8_t* codes = w.codes + row * row_bytes(w);
+  for (int64_t begin = 0; begin < w.cols; begin += group) {
+    const int64_t end = std::min(begin + group, w.cols);
+    const V16 scale = set16(group_scale(w, row, begin / group));
+    int64_t i = begin;
+    for (; i + 16 <= end; i += 16) {
+      store16(out + i, mul(to_float(Code::load(codes, i)), scale));
+    }
+    if (i < end) {
+      store16(out + i, mul(to_float(Code::load(codes, i)), scale), end - i);
+    }
+  }
+}
+
 // float(code) * scale over runs of inputs with one scale.
 inline void decode_code_row(const Weight& w, int64_t row, float* out) {
   const uint8_t* codes = w.codes + row * row_bytes(w);
@@ -215,9 +240,12 @@ inline void decode_any_row(const Weight& w, int64_t row, float* out) {
     case FormatId::fp8_b128:
       return decode_float_row<CodeFp8>(w, row, out);
     case FormatId::int8_row:
+      return decode_plain_row<CodeBytes>(w, row, round_up(w.cols, 16), out);
     case FormatId::int4_row:
-    case FormatId::int2_row:
+      return decode_plain_row<CodeNibbles>(w, row, round_up(w.cols, 16), out);
     case FormatId::int4_grouped:
+      return decode_plain_row<CodeNibbles>(w, row, w.group, out);
+    case FormatId::int2_row:
     case FormatId::int3_g64:
     case FormatId::e8_iq3:
     case FormatId::mxfp4:

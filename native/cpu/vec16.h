@@ -7,8 +7,9 @@
 //   untouched add sub mul div sqrt fma(a, b, c) = a * b + c rounded once; fnma(a, b, c) = c - a * b max(a, b) = a > b ?
 //   a : b; min(a, b) = a < b ? a : b (b where either is NaN); round: to nearest even lt gt le eq unordered -> M16;
 //   first16(n): lanes below n; select(m, a, b) = m ? a : b; any(m) to_int: to nearest even; to_float; bits / from_bits:
-//   the same 32 bits; iadd isub ishl ishr (arithmetic) tree16(v): t8[j] = v[j] + v[j+8], t4[j] = t8[j] + t8[j+4], t2[j]
-//   = t4[j] + t4[j+2], t2[0] + t2[1] chain16(a, b, n), sum16(a, n): contracts.md, section 2
+//   the same 32 bits; iadd isub ishl ishr (arithmetic); nibbles16(p): 16 nibbles of 8 bytes, low first; bytes16(p): 16
+//   signed bytes; tree16(v): t8[j] = v[j] + v[j+8], t4[j] = t8[j] + t8[j+4], t2[j] = t4[j] + t4[j+2], t2[0] + t2[1]
+//   chain16(a, b, n), sum16(a, n): contracts.md, section 2
 #pragma once
 
 #include <cmath>
@@ -73,6 +74,16 @@ PICAFLOR_INLINE I16 ishl(I16 a) {
 template <int kBits>
 PICAFLOR_INLINE I16 ishr(I16 a) {
   return _mm512_srai_epi32(a, kBits);
+}
+// 16 nibbles of 8 bytes in order, low nibble first.
+PICAFLOR_INLINE __m128i spread_nibbles(const uint8_t* p) {
+  const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i mask = _mm_set1_epi8(0x0F);
+  return _mm_unpacklo_epi8(_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
+}
+PICAFLOR_INLINE I16 nibbles16(const uint8_t* p) { return _mm512_cvtepu8_epi32(spread_nibbles(p)); }
+PICAFLOR_INLINE I16 bytes16(const uint8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 PICAFLOR_INLINE float tree16(V16 v) {
   const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(v), 1));
@@ -164,6 +175,20 @@ template <int kBits>
 PICAFLOR_INLINE I16 ishr(I16 a) {
   return {_mm256_srai_epi32(a.lo, kBits), _mm256_srai_epi32(a.hi, kBits)};
 }
+// 16 nibbles of 8 bytes in order, low nibble first.
+PICAFLOR_INLINE __m128i spread_nibbles(const uint8_t* p) {
+  const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i mask = _mm_set1_epi8(0x0F);
+  return _mm_unpacklo_epi8(_mm_and_si128(packed, mask), _mm_and_si128(_mm_srli_epi16(packed, 4), mask));
+}
+PICAFLOR_INLINE I16 nibbles16(const uint8_t* p) {
+  const __m128i codes = spread_nibbles(p);
+  return {_mm256_cvtepu8_epi32(codes), _mm256_cvtepu8_epi32(_mm_srli_si128(codes, 8))};
+}
+PICAFLOR_INLINE I16 bytes16(const uint8_t* p) {
+  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))};
+}
 PICAFLOR_INLINE float tree16(V16 v) {
   const __m256 t8 = _mm256_add_ps(v.lo, v.hi);
   const __m128 t4 = _mm_add_ps(_mm256_castps256_ps128(t8), _mm256_extractf128_ps(t8, 1));
@@ -250,6 +275,8 @@ template <int kBits>
 PICAFLOR_INLINE I16 ishr(I16 a) {
   PICAFLOR_LANES(I16, a.v[i] >> kBits);
 }
+PICAFLOR_INLINE I16 nibbles16(const uint8_t* p) { PICAFLOR_LANES(I16, (p[i / 2] >> (i % 2 * 4)) & 0x0F); }
+PICAFLOR_INLINE I16 bytes16(const uint8_t* p) { PICAFLOR_LANES(I16, static_cast<int8_t>(p[i])); }
 #undef PICAFLOR_LANES
 PICAFLOR_INLINE float tree16(V16 v) {
   float t[8];
