@@ -1,0 +1,256 @@
+"""Cases of what reads weights: products, rows of an embedding, experts; made from each format's declared geometry.
+
+Knows formats by their objects and the oracle; must not know kernels or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from picaflor.backends.api import Recorder, Rows
+from picaflor.backends.table import NO_FORMAT
+from picaflor.conformance import oracle
+from picaflor.conformance.case import (
+    Case,
+    Device,
+    Expect,
+    Matrix,
+    Run,
+    Slots,
+    hold,
+    make_batch,
+    make_matrix,
+    random,
+    run_rows,
+)
+from picaflor.conformance.check import Array, Expected
+from picaflor.conformance.oracle import Approx
+from picaflor.conformance.oracle_formats import Stored, read
+from picaflor.formats import REGISTRY
+from picaflor.formats.base import F32, Format
+
+OUTLIER = 50.0
+# (inputs I, outputs O, rows of x S): whole groups, partial tails, odd I, groups longer than the row, O beside the tile.
+QUICK_SHAPES = ((200, 9, 3), (201, 7, 1), (64, 4, 2), (40, 6, 5), (2048, 5, 4), (201, 13, 13))
+FULL_SHAPES = (
+    (6144, 3, 1),
+    (6144, 5, 6),
+    (2048, 17, 7),
+    (200, 33, 8),
+    (201, 12, 64),
+    (64, 1, 64),
+    (40, 3, 8),
+    (256, 16, 16),
+    (1, 5, 2),
+    (17, 8, 3),
+)
+BLOCK_SHAPES = ((200, 130, 3), (129, 257, 2), (300, 131, 1))
+"""More than one scale block in both directions, for formats whose scale covers several rows."""
+OUTLIER_SHAPES = ((200, 9, 64), (6144, 3, 2))
+FFN_SHAPES = ((64, 40, 4), (200, 72, 1), (201, 65, 13))
+FULL_FFN_SHAPES = ((512, 256, 2), (40, 201, 5), (128, 64, 33))
+
+
+def group_sizes(spec: Format) -> tuple[int, ...]:
+    """The legal group sizes, (0,) where there is nothing to choose."""
+    return spec.group_sizes or (0,)
+
+
+def matmul_cases(spec: Format) -> Iterator[Case]:
+    """Products in every group size and shape, with outliers, with rows of zeros, with NaN."""
+    blocks = BLOCK_SHAPES if spec.scale.rows > 1 else ()
+    for size in group_sizes(spec):
+        for shape in (*QUICK_SHAPES, *blocks):
+            yield _matmul(spec, size, shape, "plain")
+        for shape in FULL_SHAPES:
+            yield _matmul(spec, size, shape, "plain", full_only=True)
+        for shape in OUTLIER_SHAPES:
+            yield _matmul(spec, size, shape, "outlier")
+        yield _matmul(spec, size, (200, 9, 5), "zero row")
+        yield _matmul(spec, size, (201, 6, 4), "NaN")
+        yield _matmul(spec, size, (6144, 3, 1), "plain")
+
+
+def activations(rng: np.random.Generator, kind: str, rows: int, cols: int) -> F32:
+    """Rows of x: plain, with an outlier in the first group, with a row of zeros, or with one NaN."""
+    x = rng.standard_normal((rows, cols)).astype(np.float32)
+    if kind == "outlier":
+        x[:, rng.integers(0, min(16, cols))] = OUTLIER
+    elif kind == "zero row":
+        x[rows // 2] = 0
+    elif kind == "NaN":
+        x[1, cols // 2] = np.nan
+    return x
+
+
+def _matmul(spec: Format, size: int, shape: tuple[int, int, int], kind: str, *, full_only: bool = False) -> Case:
+    cols, rows, count = shape
+    text = f"gs {size} " if size else ""
+    name = f"{text}I {cols} O {rows} S {count}" + ("" if kind == "plain" else f", {kind}")
+
+    def prepare() -> tuple[Run, Expect]:
+        rng = random(f"matmul {spec.name} {name}")
+        matrix = make_matrix(rng, spec.name, rows, cols, size)
+        x = activations(rng, kind, count, cols)
+
+        def run(device: Device) -> list[Array]:
+            weight = hold(device, matrix)
+
+            def record(r: Recorder, b: dict[str, Rows]) -> Sequence[Rows]:
+                r.matmul(b["x"], weight, b["y"])
+                return (b["y"],)
+
+            return run_rows(device, {"x": x}, {"y": rows}, record)
+
+        return run, lambda precision: [_product(matrix, x, precision, plain=kind == "plain")]
+
+    return Case("matmul", spec.name, name, prepare, full_only)
+
+
+def _product(matrix: Matrix, x: F32, precision: str, *, plain: bool) -> Expected:
+    spec = REGISTRY[matrix.format]
+    right = oracle.product(oracle.exactly(x.astype(np.float64)), stored(matrix), spec, matrix.group_size, precision)
+    # A rotation mixes small values with large ones and a row may be short: then only the derived bound is fair.
+    fair = plain and matrix.cols >= 16 and spec.activation.group != 0
+    return Expected(right.values, right.error, right.terms, plain=fair)
+
+
+def stored(matrix: Matrix) -> Stored:
+    """The matrix as docs/formats.md reads it."""
+    return read(matrix.format, matrix.planes, matrix.rows, matrix.cols, matrix.group_size)
+
+
+def rows_cases(spec: Format) -> Iterator[Case]:
+    """Rows of an embedding: exactly code times scale; a token outside the table gives zeros."""
+    blocks = ((130, 200),) if spec.scale.rows > 1 else ()
+    for size in group_sizes(spec):
+        for rows, cols in ((17, 200), (9, 201), (5, 40), *blocks):
+            yield _rows(spec, size, rows, cols)
+
+
+def _rows(spec: Format, size: int, rows: int, cols: int) -> Case:
+    name = f"gs {size} [{rows}, {cols}]" if size else f"[{rows}, {cols}]"
+    tokens = [0, rows - 1, 3, rows, -1, rows // 2, 3, *range(rows)]
+    tokens = tokens[:64]
+
+    def prepare() -> tuple[Run, Expect]:
+        planes = spec.sample(random(f"rows {spec.name} {name}"), rows, cols, size)
+        matrix = Matrix(spec.name, rows, cols, size, planes)
+
+        def run(device: Device) -> list[Array]:
+            weight = hold(device, matrix)
+
+            def record(r: Recorder, b: dict[str, Rows]) -> Sequence[Rows]:
+                r.embed(weight, b["y"])
+                return (b["y"],)
+
+            batch = make_batch(range(len(tokens)), tokens=tokens)
+            return run_rows(device, {}, {"y": cols}, record, batch=batch)
+
+        def expect(precision: str) -> list[Expected]:
+            table = stored(matrix).weights
+            out = np.array([table[t] if 0 <= t < rows else np.zeros(cols) for t in tokens])
+            return [Expected(out)]
+
+        return run, expect
+
+    return Case("rows", spec.name, name, prepare)
+
+
+Member = tuple[Matrix, Matrix, Matrix]
+MakeMember = Callable[[np.random.Generator, int], Member]
+
+
+def expert_cases(spec: Format) -> Iterator[Case]:
+    """Routed experts in every group size, and shapes with tails in both widths."""
+    for size in group_sizes(spec):
+        text = f"gs {size} " if size else ""
+        for shapes, full_only in ((FFN_SHAPES, False), (FULL_FFN_SHAPES, True)):
+            for hidden, inner, count in shapes:
+                name = f"{text}hidden {hidden} inner {inner} S {count}"
+                make = _uniform(spec.name, size, hidden, inner)
+                yield _experts(spec.name, name, hidden, inner, count, make, full_only)
+
+
+def mixed_cases() -> Iterator[Case]:
+    """Experts of one layer in different formats and group sizes, matrix by matrix."""
+    kinds = [(name, size) for name, spec in REGISTRY.items() for size in group_sizes(spec)]
+    hidden, inner = 200, 72
+
+    def make(rng: np.random.Generator, number: int) -> Member:
+        picked = [kinds[(3 * number + part) % len(kinds)] for part in range(3)]
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        gate, up, down = (
+            make_matrix(rng, name, *shape, size) for (name, size), shape in zip(picked, shapes, strict=True)
+        )
+        return gate, up, down
+
+    yield _experts(NO_FORMAT, "mixed formats", hidden, inner, 13, make, False)
+
+
+def _uniform(format_name: str, size: int, hidden: int, inner: int) -> MakeMember:
+    def make(rng: np.random.Generator, number: int) -> Member:
+        return (
+            make_matrix(rng, format_name, inner, hidden, size),
+            make_matrix(rng, format_name, inner, hidden, size),
+            make_matrix(rng, format_name, hidden, inner, size),
+        )
+
+    return make
+
+
+def _experts(
+    format_name: str, name: str, hidden: int, inner: int, count: int, make: MakeMember, full_only: bool
+) -> Case:
+    """Two layers of 6 experts, 3 per row; each layer is run, so that layers and slots can be mistaken."""
+    experts, top_k = (8 if format_name == NO_FORMAT else 6), 3
+
+    def prepare() -> tuple[Run, Expect]:
+        rng = random(f"experts {format_name} {name}")
+        members = {layer: [make(rng, number) for number in range(experts)] for layer in (3, 4)}
+        x = rng.standard_normal((count, hidden)).astype(np.float32) / np.float32(np.sqrt(hidden))
+        ids = np.stack([rng.permutation(experts)[:top_k] for _ in range(count)]).astype(np.int32)
+        weights = rng.uniform(0.2, 1.0, size=(count, top_k)).astype(np.float32)
+
+        def run(device: Device) -> list[Array]:
+            slots = Slots(device, members)
+
+            def record(r: Recorder, b: dict[str, Rows]) -> Sequence[Rows]:
+                for layer, out in ((3, "y"), (4, "z")):
+                    r.experts(b["x"], b["e_ids"], b["w"], b[out], layer=layer, layouts=slots.layouts(layer))
+                return b["y"], b["z"]
+
+            inputs = {"x": x, "e_ids": ids, "w": weights}
+            return run_rows(device, inputs, {"y": hidden, "z": hidden}, record, experts=slots)
+
+        def expect(precision: str) -> list[Expected]:
+            rights = [expert_sum(members[layer], x, ids, weights, precision) for layer in (3, 4)]
+            return [Expected(right.values, right.error, right.terms) for right in rights]
+
+        return run, expect
+
+    return Case("expert_ffn", format_name, name, prepare, full_only)
+
+
+def expert_sum(members: Sequence[Member], x: F32, ids: Array, weights: F32, precision: str) -> Approx:
+    """The routed sum of every row."""
+    count, top_k = ids.shape
+    given = x.astype(np.float64)
+    shape = (count, top_k, x.shape[1])
+    values, error, terms = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for number, (gate, up, down) in enumerate(members):
+        where = np.nonzero(ids == number)
+        if not len(where[0]):
+            continue
+        rows = oracle.exactly(given[where[0]])
+        hidden = oracle.gated(_apply(rows, gate, precision), _apply(rows, up, precision))
+        out = _apply(hidden, down, precision)
+        values[where], error[where], terms[where] = out.values, out.error, out.terms
+    parts = [Approx(values[:, k], error[:, k], terms[:, k]) for k in range(top_k)]
+    return oracle.weighted_sum(parts, weights.astype(np.float64))
+
+
+def _apply(x: Approx, matrix: Matrix, precision: str) -> Approx:
+    return oracle.product(x, stored(matrix), REGISTRY[matrix.format], matrix.group_size, precision)

@@ -1,0 +1,246 @@
+"""Runs cases on every variant of a backend, compares them with the oracle and with each other, and reports.
+
+Knows the backend by name through `runtime.plan` and the capability table; must not know kernels or the command line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from picaflor import settings
+from picaflor.backends.table import NO_FORMAT, Cell
+from picaflor.conformance import attending, suite
+from picaflor.conformance.case import Case, Device, Prepared, hold, make_matrix, random, start
+from picaflor.conformance.check import LARGEST_DIGIT, Array, compare, differing
+from picaflor.conformance.minimum import MINIMUM
+from picaflor.errors import PicaflorError, UnsupportedKernel, UsageError
+from picaflor.formats import REGISTRY
+from picaflor.runtime.plan import EngineOptions, load_backend
+
+Say = Callable[[str], None]
+Wrap = Callable[[Any], Device]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way in which a backend computes; all must give the same bits."""
+
+    isa: str
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.isa} x{self.threads}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is wrong, where."""
+
+    case: str
+    where: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.case} ({self.where}): {self.fault}" if self.where else f"{self.case}: {self.fault}"
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a run. `metrics`: largest |delta| / sum |terms| per (operation, format, precision)."""
+
+    backend: str
+    variants: list[Variant]
+    precisions: list[str]
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    cells: Counter[str] = field(default_factory=Counter)
+    metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    compared: int = 0
+    differing: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """True where nothing failed."""
+        return not self.failures and not self.differing
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What to verify. Empty means all; `wrap` puts something around each backend (a planted fault)."""
+
+    backend: str = "auto"
+    isa: str = "auto"
+    ops: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    full: bool = False
+    precisions: tuple[str, ...] = ()
+    wrap: Wrap | None = None
+
+
+def variants(backend: str, isa: str) -> list[Variant]:
+    """Every instruction set that this machine and build have, on one thread, and the best one on two."""
+    names = settings.TABLE["isa"].kind.metavar.split("|") if isa == "auto" else [isa]
+    found = [Variant(name, 1) for name in names if name != "auto" and (isa != "auto" or _available(backend, name))]
+    return [*found, Variant(found[-1].isa, 2)]
+
+
+def _available(backend: str, isa: str) -> bool:
+    try:
+        load_backend(EngineOptions(backend=backend, isa=isa, threads=1), _quiet)
+    except UsageError:
+        return False
+    return True
+
+
+def _quiet(text: str) -> None:
+    """Fallbacks are told by the table; a check of kernels has no use for the notice."""
+
+
+def open_device(what: What, variant: Variant, precision: str) -> Device:
+    """A fresh backend for one case."""
+    options = EngineOptions(backend=what.backend, isa=variant.isa, threads=variant.threads, precision=precision)
+    device: Any = load_backend(options, _quiet)
+    return what.wrap(device) if what.wrap is not None else device
+
+
+def known_precisions() -> list[str]:
+    """The precisions that this version has and the oracle has bounds for."""
+    return [name for name in settings.TABLE["precision"].kind.metavar.split("|") if name in LARGEST_DIGIT]
+
+
+def check_names(what: What, cases: Sequence[Case]) -> None:
+    """Raises UsageError for an operation or a format that no case has."""
+    for option, wanted, known in (
+        ("--op", what.ops, {case.op for case in cases}),
+        ("--format", what.formats, {case.format for case in cases}),
+    ):
+        for name in wanted:
+            if name not in known:
+                raise UsageError(f"{option} {name}: accepted are {', '.join(sorted(known - {NO_FORMAT}))}")
+
+
+def verify(what: What, say: Say = _quiet) -> Report:
+    """Run every chosen case in every precision on every variant. Raises UsageError for unknown names."""
+    every = list(suite.all_cases())
+    check_names(what, every)
+    chosen = suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)
+    plain: Any = load_backend(EngineOptions(backend=what.backend, threads=1), _quiet)
+    report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or known_precisions()))
+    report.counts = dict(suite.count(chosen))
+    group = ""
+    for case in chosen:
+        if case.op != group:
+            group = case.op
+            say(f"verifying {group} {case.format}")
+        _check_case(what, Prepared(case), report)
+    _check_counts(what, report)
+    _check_cells(what, plain, every, report)
+    return report
+
+
+def _check_case(what: What, case: Prepared, report: Report) -> None:
+    for precision in report.precisions:
+        first: list[Array] | None = None
+        for variant in report.variants:
+            where = f"{precision}, {variant}"
+            found = run_case(case, open_device(what, variant, precision))
+            if isinstance(found, str):
+                report.failures.append(Failure(case.case.label, where, found))
+                continue
+            outcome = compare(found, case.expected(precision), precision)
+            key = (case.case.op, case.case.format, precision)
+            report.metrics[key] = max(report.metrics.get(key, 0.0), outcome.metric)
+            if outcome.fault:
+                report.failures.append(Failure(case.case.label, where, outcome.fault))
+            if first is None:
+                first = found
+            else:
+                _check_bits(case.case, where, first, found, report)
+
+
+def run_case(case: Prepared, device: Device) -> list[Array] | str:
+    """The outputs, or what the device raised, in words."""
+    try:
+        return case.run(device)
+    except (PicaflorError, ValueError) as error:
+        return f"raised {type(error).__name__}: {error}"
+
+
+def _check_bits(case: Case, where: str, first: list[Array], found: list[Array], report: Report) -> None:
+    report.compared += sum(array.size for array in found)
+    other = differing(first, found)
+    if other:
+        report.differing += other
+        text = f"{other} values have other bits than {report.variants[0]}"
+        report.failures.append(Failure(case.label, where, text))
+
+
+def _check_counts(what: What, report: Report) -> None:
+    """A drop of cases below what was once there is a failure."""
+    for (op, format_name), least in minimum(what).items():
+        found = report.counts.get((op, format_name), 0)
+        if found < least:
+            text = f"{found} cases, there were {least}: a case was lost"
+            report.failures.append(Failure(f"{op} {format_name}".removesuffix(f" {NO_FORMAT}"), "", text))
+
+
+def minimum(what: What) -> Mapping[tuple[str, str], int]:
+    """The recorded counts of what was chosen."""
+    return {
+        (op, format_name): least
+        for (op, format_name), least in MINIMUM.items()
+        if (not what.ops or op in what.ops) and (not what.formats or format_name in what.formats)
+    }
+
+
+def _check_cells(what: What, plain: Any, cases: Iterable[Case], report: Report) -> None:
+    """Every cell of the backend's table that claims to work has cases; a refused one does refuse, by its name."""
+    covered = {(case.op, case.format) for case in cases}
+    for cell in plain.table.cells():
+        wanted = (not what.ops or cell.op in what.ops) and (not what.formats or cell.format in what.formats)
+        if cell.backend != plain.name or not wanted:
+            continue
+        report.cells[cell.state] += 1
+        if cell.state == "refused":
+            fault = _refusal(cell, open_device(what, report.variants[0], report.precisions[0]))
+        else:
+            fault = "" if (cell.op, cell.format) in covered else f"is {cell.state} and has no case"
+        if fault:
+            report.failures.append(Failure(cell.name, "", fault))
+
+
+def _refusal(cell: Cell, device: Device) -> str:
+    """Empty where the operation is refused naming its cell."""
+    spec = REGISTRY.get(cell.format)
+    if spec is None or cell.op not in ("rows", "row_axpy", "matmul"):
+        return "is refused, and nothing here can ask for it"
+    weight = hold(device, make_matrix(random(cell.name), cell.format, 44, 200, (spec.group_sizes or (0,))[0]))
+    recorder = start(device)
+    try:
+        if cell.op == "matmul":
+            recorder.matmul(recorder.rows(200), weight, recorder.rows(44))
+        elif cell.op == "rows":
+            recorder.embed(weight, recorder.rows(200))
+        else:
+            attending.record_latent(recorder, weight)
+    except UnsupportedKernel as error:
+        return "" if cell.format in str(error) else f"its refusal does not name the format: {error}"
+    return "is declared refused, but was recorded"
+
+
+def table(report: Report) -> list[dict[str, Any]]:
+    """One row per (operation, format): cases and the largest metric per precision."""
+    return [
+        {
+            "op": op,
+            "format": format_name,
+            "cases": count,
+            "largest_metric": {
+                precision: report.metrics.get((op, format_name, precision), 0.0) for precision in report.precisions
+            },
+        }
+        for (op, format_name), count in report.counts.items()
+    ]
