@@ -26,7 +26,7 @@ from picaflor.sizes import parse_bytes
 PREFIX = "PICAFLOR_"
 ENGINE_COMMANDS = ("run", "chat", "eval", "bench decode")
 TEXT_COMMANDS = ("run", "chat")
-DATA_COMMANDS = ("run", "eval", "inspect", "capabilities", "doctor", "convert", "bench decode", "bench kernels")
+DATA_COMMANDS = ("run", "eval", "inspect", "capabilities", "doctor", "convert", "bench decode", "bench kernels", "verify")
 ALL_COMMANDS = tuple(dict.fromkeys((*ENGINE_COMMANDS, *TEXT_COMMANDS, *DATA_COMMANDS)))
 
 
@@ -155,7 +155,9 @@ class Settings:
         "Threads that multiply; by default what the machine grants.",
         (*ENGINE_COMMANDS, "bench kernels"),
     )
-    backend: str = _option(_choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities"))
+    backend: str = _option(
+        _choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities", "verify")
+    )
     precision: str = _option(
         _choice("standard", "exact"),
         "standard",
@@ -166,7 +168,7 @@ class Settings:
         _choice("auto", "scalar", "avx2", "avx512"),
         "auto",
         "Instruction set of the CPU kernels; same bits from each.",
-        (*ENGINE_COMMANDS, "bench kernels", "capabilities"),
+        (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),
     )
     prefill_chunk: int | None = _option(_count(1), None, "Most prompt tokens computed in one step.", ENGINE_COMMANDS)
     read_threads: int | None = _option(_count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS)

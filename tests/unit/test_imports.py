@@ -22,6 +22,7 @@ ORDER = (
     ("store",),
     ("models",),
     ("runtime",),
+    ("conformance",),
     ("convert",),
     ("server",),
     ("cli",),

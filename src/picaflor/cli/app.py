@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("picaflor.cli.doctor", "Check this machine and one model, with a remedy per failure."),
     "convert": ("picaflor.cli.convert", "Make a container from a checkpoint."),
     "eval": ("picaflor.cli.eval", "Mean negative log-likelihood and perplexity of text files."),
+    "verify": ("picaflor.cli.verify", "Every kernel against an independent oracle."),
     "bench": ("picaflor.cli.bench", "Measure kernels and decoding."),
 }
 
