@@ -231,6 +231,9 @@ void bind_experts(nb::module_& module) {
             ffn.finish(reinterpret_cast<const float*>(weights), reinterpret_cast<float*>(out), out_stride);
           },
           "weights"_a, "out"_a, "out_stride"_a)
+      .def(
+          "use", [](ExpertFfn& ffn, const std::string& isa) { ffn.use(kernels_for(isa)); }, "isa"_a,
+          "The instruction set of the next begin, run or finish.")
       .def_prop_ro("workspace_bytes", &ExpertFfn::workspace_bytes);
 }
 

@@ -121,7 +121,8 @@ void bind_builder(nb::module_& module) {
   nb::class_<Program>(module, "Program")
       .def_prop_ro("segments", &Program::segments)
       .def_prop_ro("barriers", &Program::barriers)
-      .def("run_segment", &Program::run_segment, "segment"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("run_segment", &Program::run_segment, "segment"_a, "plain"_a = false,
+           nb::call_guard<nb::gil_scoped_release>(), "`plain`: by the scalar tables; the same bits.")
       .def("take_seconds", [](Program& self) {
         const auto seconds = self.take_seconds();
         return std::vector<double>(seconds.begin(), seconds.end());
@@ -129,6 +130,7 @@ void bind_builder(nb::module_& module) {
   nb::class_<Builder>(module, "Builder")
       .def(nb::init<std::shared_ptr<Arena>, int32_t>(), "arena"_a, "planes"_a)
       .def_prop_ro("after_outputs", &Builder::after_outputs)
+      .def_rw("plain", &Builder::plain, "What is recorded while it is set runs by the scalar tables.")
       .def("embed", &Builder::embed)
       .def("rmsnorm", [](Builder& b, View x, uint64_t weight, View out, float eps,
                          int64_t heads) { b.rmsnorm(x, as_floats(weight), out, eps, heads); })

@@ -58,6 +58,9 @@ class ExpertFfn {
   // out[row] = fma(weights[row][k], expert's row, out[row]), k ascending from 0. All experts must have run.
   void finish(const float* weights, float* out, int64_t out_stride);
 
+  // From now on by these kernels; prepared rows and outputs are the same bits for every table.
+  void use(const KernelTable* kernels) { kernels_ = kernels; }
+
   // Bytes that the scratch can come to with the layers known so far.
   int64_t workspace_bytes() const;
 

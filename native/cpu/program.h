@@ -108,6 +108,7 @@ class Arena {
   const int threads;
   const KernelTable* const kernels;
   const OpsTable* const ops;
+  bool plain = false;  // this run uses the scalar tables: the same bits, slower
   int32_t page_shift = 0;
   Batch batch;
 
@@ -147,6 +148,12 @@ class Step {
   TimeClass time = TimeClass::other;
   bool barrier = false;  // all work before must be finished first
   bool outputs = false;  // acts on the packed output rows
+  bool plain = false;    // always by the scalar tables
+
+  const KernelTable& kernels(const Arena& arena) const {
+    return plain || arena.plain ? *scalar_kernels() : *arena.kernels;
+  }
+  const OpsTable& ops(const Arena& arena) const { return plain || arena.plain ? *scalar_ops() : *arena.ops; }
 
   int64_t rows(const Arena& arena) const {
     return outputs ? static_cast<int64_t>(arena.batch.outputs.size()) : arena.batch.rows();
@@ -203,7 +210,7 @@ class Program {
 
   int64_t segments() const { return static_cast<int64_t>(segments_.size()); }
   int64_t barriers() const;  // recorded ones, for tests and reports
-  void run_segment(int64_t segment);
+  void run_segment(int64_t segment, bool plain = false);
   std::array<double, kTimeClasses> take_seconds();
   const std::shared_ptr<Arena>& arena() const { return arena_; }
 

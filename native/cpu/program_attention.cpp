@@ -22,8 +22,8 @@ bool shared_scores(const Arena& arena, int64_t selecting) {
 
 void score(const Arena& arena, const Step& step, const IndexSpec& spec, int64_t row, int64_t begin, int64_t end,
            float* out) {
-  arena.ops->index_scores({spec.heads, spec.head_dim, spec.q.at(row), spec.weights.at(row), spec.keys,
-                           arena.table(step.batch_row(arena, row)), begin, end, out});
+  step.ops(arena).index_scores({spec.heads, spec.head_dim, spec.q.at(row), spec.weights.at(row), spec.keys,
+                                arena.table(step.batch_row(arena, row)), begin, end, out});
 }
 
 }  // namespace
@@ -136,12 +136,12 @@ void MlaStep::absorb(Arena& arena, Range block, Range group, float* absorbed, fl
     for (int64_t d = 0; d < nope; d += kDecodedRows) {
       const int64_t count = std::min(kDecodedRows, nope - d);
       for (int64_t i = 0; i < count; ++i) {
-        arena.kernels->decode_row(kv_b, head * (nope + value) + d + i, decoded + i * width);
+        kernels(arena).decode_row(kv_b, head * (nope + value) + d + i, decoded + i * width);
       }
       for (int64_t row = block.begin; row < block.end; ++row) {
         const int64_t slot = (row - block.begin) * (group.end - group.begin) + (head - group.begin);
         const float* coefficients = q.at(row) + head * (nope + rope) + d;
-        arena.ops->axpy_rows(decoded, width, count, coefficients, absorbed + slot * width, width);
+        ops(arena).axpy_rows(decoded, width, count, coefficients, absorbed + slot * width, width);
       }
     }
   }
@@ -154,11 +154,11 @@ void MlaStep::expand(Arena& arena, Range block, Range group, const float* absorb
     for (int64_t v = 0; v < value; v += kDecodedRows) {
       const int64_t count = std::min(kDecodedRows, value - v);
       for (int64_t i = 0; i < count; ++i) {
-        arena.kernels->decode_row(kv_b, head * (nope + value) + nope + v + i, decoded + i * width);
+        kernels(arena).decode_row(kv_b, head * (nope + value) + nope + v + i, decoded + i * width);
       }
       for (int64_t row = block.begin; row < block.end; ++row) {
         const int64_t slot = (row - block.begin) * (group.end - group.begin) + (head - group.begin);
-        arena.ops->dot_rows(decoded, width, count, absorbed + slot * width, width, out.at(row) + head * value + v);
+        ops(arena).dot_rows(decoded, width, count, absorbed + slot * width, width, out.at(row) + head * value + v);
       }
     }
   }
@@ -190,7 +190,7 @@ void MlaStep::run_item(Arena& arena, int64_t item, int thread) {
     a.out = clat;
     a.q2 = q.at(row) + first_head * (nope + rope) + nope;
     set_keys(arena, row, a);
-    arena.ops->attend(a);
+    ops(arena).attend(a);
   }
   expand(arena, block, group, absorbed, decoded);
 }
@@ -220,7 +220,7 @@ void GqaStep::run_item(Arena& arena, int64_t item, int thread) {
     a.q = q.at(row) + head * head_dim;
     a.out = out.at(row) + head * head_dim;
     set_keys(arena, row, a);
-    arena.ops->attend(a);
+    ops(arena).attend(a);
   }
 }
 

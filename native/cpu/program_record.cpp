@@ -83,6 +83,7 @@ void Builder::push(std::unique_ptr<Step> step, TimeClass time, const std::vector
     }
   }
   step->outputs = outputs_;
+  step->plain = plain;
   step->time = outputs_ ? TimeClass::head : time;
   segments_.back().push_back(std::move(step));
 }

@@ -45,6 +45,7 @@ class Builder {
   std::unique_ptr<Program> finish();
 
   bool after_outputs() const { return outputs_; }
+  bool plain = false;  // operations recorded while it is set run by the scalar tables
   const std::shared_ptr<Arena>& arena() const { return arena_; }
 
  private:

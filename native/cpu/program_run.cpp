@@ -94,9 +94,10 @@ int64_t Program::barriers() const {
   return count;
 }
 
-void Program::run_segment(int64_t segment) {
+void Program::run_segment(int64_t segment, bool plain) {
   auto& phases = phases_.at(static_cast<size_t>(segment));
   Arena& arena = *arena_;
+  arena.plain = plain;
   for (Phase& phase : phases) {
     phase.begin(arena);
   }

@@ -12,7 +12,7 @@ void EmbedStep::run_rows(Arena& arena, Range range, int) {
     if (token < 0 || token >= table.rows) {
       std::memset(out.at(row), 0, static_cast<size_t>(out.width) * sizeof(float));
     } else {
-      arena.kernels->decode_row(table, token, out.at(row));
+      kernels(arena).decode_row(table, token, out.at(row));
     }
   }
 }
@@ -21,11 +21,11 @@ void NormStep::run_rows(Arena& arena, Range range, int) {
   const int64_t part = x.width / heads;
   for (int64_t row = range.begin; row < range.end; ++row) {
     if (bias != nullptr) {
-      arena.ops->layernorm(x.at(row), weight, bias, out.at(row), part, eps);
+      ops(arena).layernorm(x.at(row), weight, bias, out.at(row), part, eps);
       continue;
     }
     for (int64_t head = 0; head < heads; ++head) {
-      arena.ops->rmsnorm(x.at(row) + head * part, weight, out.at(row) + head * part, part, eps);
+      ops(arena).rmsnorm(x.at(row) + head * part, weight, out.at(row) + head * part, part, eps);
     }
   }
 }
@@ -33,7 +33,7 @@ void NormStep::run_rows(Arena& arena, Range range, int) {
 void PrepareStep::run_rows(Arena& arena, Range range, int) {
   const int64_t stride = x_stride(spec);
   for (int64_t row = range.begin; row < range.end; ++row) {
-    arena.kernels->prepare_x(spec, x.at(row), out + row * stride);
+    kernels(arena).prepare_x(spec, x.at(row), out + row * stride);
   }
 }
 
@@ -47,7 +47,7 @@ void MatmulStep::run_item(Arena& arena, int64_t item, int) {
   } else if (next != nullptr) {
     ahead = {&next->weight, 0, std::min(next->chunk, next->weight.rows)};
   }
-  arena.kernels->matmul(weight, spec, x, rows(arena), out.data, out.stride, begin, end, ahead);
+  kernels(arena).matmul(weight, spec, x, rows(arena), out.data, out.stride, begin, end, ahead);
 }
 
 void RopeStep::run_rows(Arena& arena, Range range, int) {
@@ -55,20 +55,20 @@ void RopeStep::run_rows(Arena& arena, Range range, int) {
     const int64_t position = arena.batch.positions[static_cast<size_t>(batch_row(arena, row))];
     float* first = x.at(row) + start;
     for (int64_t head = 0; head < heads; ++head) {
-      arena.ops->rope(first + head * head_width, table->cos(position), table->sin(position), dims, interleaved);
+      ops(arena).rope(first + head * head_width, table->cos(position), table->sin(position), dims, interleaved);
     }
   }
 }
 
 void AddStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
-    arena.ops->add(x.at(row), y.at(row), x.width);
+    ops(arena).add(x.at(row), y.at(row), x.width);
   }
 }
 
 void SiluMulStep::run_rows(Arena& arena, Range range, int) {
   for (int64_t row = range.begin; row < range.end; ++row) {
-    arena.ops->silu_mul(gate.at(row), up.at(row), out.at(row), out.width);
+    ops(arena).silu_mul(gate.at(row), up.at(row), out.at(row), out.width);
   }
 }
 
@@ -85,7 +85,7 @@ void KvWriteStep::run_rows(Arena& arena, Range range, int) {
 void RouterStep::run_rows(Arena& arena, Range range, int thread) {
   float* scores = arena.scratch(thread);
   for (int64_t row = range.begin; row < range.end; ++row) {
-    const auto score = softmax ? arena.ops->softmax_scores : arena.ops->sigmoid_scores;
+    const auto score = softmax ? ops(arena).softmax_scores : ops(arena).sigmoid_scores;
     score(logits.at(row), scores, choice.experts);
     choose_experts(choice, scores, bias, scores + choice.experts, ids.at(row), weights.at(row));
   }
