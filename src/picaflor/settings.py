@@ -26,7 +26,17 @@ from picaflor.sizes import parse_bytes
 PREFIX = "PICAFLOR_"
 ENGINE_COMMANDS = ("run", "chat", "eval", "bench decode")
 TEXT_COMMANDS = ("run", "chat")
-DATA_COMMANDS = ("run", "eval", "inspect", "capabilities", "doctor", "convert", "bench decode", "bench kernels", "verify")
+DATA_COMMANDS = (
+    "run",
+    "eval",
+    "inspect",
+    "capabilities",
+    "doctor",
+    "convert",
+    "bench decode",
+    "bench kernels",
+    "verify",
+)
 ALL_COMMANDS = tuple(dict.fromkeys((*ENGINE_COMMANDS, *TEXT_COMMANDS, *DATA_COMMANDS)))
 
 
@@ -204,6 +214,12 @@ class Settings:
     profile: bool = _option(_switch(), False, "Report speed, reads, memory and what limits, on stderr.", TEXT_COMMANDS)
     json: bool = _option(_switch(), False, "Print the result as JSON.", DATA_COMMANDS)
     config: Path | None = _option(_path(), None, "Config file (TOML) to read instead of the usual one.", ALL_COMMANDS)
+    fail_after: int | None = _option(
+        _count(0),
+        None,
+        "For tests: accelerated calls after this many fail, and the scalar kernels compute them.",
+        (),
+    )
     test_data: Path | None = _option(_path(), None, "Folder of reference data, for the project's own tests.", ())
 
 

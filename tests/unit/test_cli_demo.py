@@ -111,9 +111,14 @@ def test_interrupt_while_it_writes() -> None:
         (("word " * 4100,), 1, "tokens and the context holds 4096"),
         ((PROMPT, "--ctx", "100000"), 2, "--ctx 100000: the model is made for at most 4096 tokens"),
         ((PROMPT, "--disable", "cpu.fly"), 2, "--disable cpu.fly: there is no such kernel"),
-        ((PROMPT, "--disable", "cpu.matmul.int8-row"), 1, "cpu.matmul.int8-row is refused: disabled by --disable"),
+        ((PROMPT, "--disable", "cpu.rope", "--strict"), 1, "cpu.rope is waived to cpu-scalar: disabled by --disable"),
+        (
+            (PROMPT, "--disable", "cpu.matmul.int8-row", "--disable", "cpu-scalar.matmul"),
+            1,
+            "cpu-scalar.matmul.int8-row is refused: disabled by --disable",
+        ),
     ],
-    ids=["memory", "context", "too much context", "unknown kernel", "disabled kernel"],
+    ids=["memory", "context", "too much context", "unknown kernel", "disabled kernel, strict", "disabled kernels"],
 )
 def test_refusals_are_one_line(words: tuple[str, ...], code: int, message: str) -> None:
     done = picaflor("run", *words)
@@ -141,20 +146,42 @@ def test_capabilities_of_the_built_in_model() -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["backend"] == "cpu"
-    uses = {(cell["kind"], cell["format"], cell["operation"]): cell["matrices"] for cell in result["cells"]}
-    assert uses["expert", "int4-grouped", "expert_ffn"] == 7 * 24 * 3
-    assert uses["kv_b", "int4-grouped", "row_axpy"] == 8
-    assert ("embedding", "int8-row", "rows") in uses
-    refused = picaflor("capabilities", str(folder()), "--disable", "cpu.expert_ffn.int4-grouped")
-    assert refused.returncode == 1
-    assert "refused  disabled by --disable" in refused.stdout
+    uses = {(cell["kind"], cell["format"], cell["operation"]): cell for cell in result["cells"]}
+    experts = uses["expert", "int4-grouped", "expert_ffn"]
+    assert (experts["matrices"], experts["kernel"], experts["state"]) == (
+        7 * 24 * 3,
+        "cpu.expert_ffn.int4-grouped",
+        "native",
+    )
+    assert experts["isa"] == result["isa"]
+    assert uses["kv_b", "int4-grouped", "row_axpy"]["matrices"] == 8
+    assert uses["embedding", "int8-row", "rows"]["group_size"] == 0
+    assert uses["embedding", "int8-row", "rows"]["bytes"] == 4096 * (256 + 4)
+    assert experts["bytes"] == experts["matrices"] * 128 * 256 * (1 / 2 + 4 / 64)
+
+
+def test_capabilities_show_what_is_left_of_a_disabled_kernel() -> None:
+    words = ("capabilities", str(folder()), "--disable", "cpu.expert_ffn.int4-grouped")
+    done = picaflor(*words)
+    assert done.returncode == 0
+    line = next(line for line in done.stdout.splitlines() if line.startswith("expert "))
+    assert "waived to cpu-scalar  cpu-scalar.expert_ffn.int4-grouped  scalar  disabled by --disable" in line
+    assert picaflor(*words, "--strict").returncode == 1
+    done = picaflor(*words, "--disable", "cpu-scalar.expert_ffn")
+    assert done.returncode == 1
+    line = next(line for line in done.stdout.splitlines() if line.startswith("expert "))
+    assert line.split()[-5:] == ["none", "none", "disabled", "by", "--disable"]
 
 
 def test_capabilities_without_a_model_list_every_format() -> None:
     from picaflor.formats import REGISTRY
 
     done = picaflor("capabilities", "--json")
-    cells = {(cell["operation"], cell["format"]): cell for cell in json.loads(done.stdout)["cells"]}
+    cells = {
+        (cell["operation"], cell["format"]): cell
+        for cell in json.loads(done.stdout)["cells"]
+        if cell["backend"] == "cpu"
+    }
     for name in REGISTRY:
         assert cells["matmul", name]["state"] in ("native", "composed")
         assert cells["expert_ffn", name]["state"] in ("native", "composed")

@@ -18,7 +18,7 @@ def _table(*, strict: bool = False) -> tuple[CapabilityTable, list[str]]:
         [
             Cell("cpu", "matmul", "a", "native"),
             Cell("cpu", "matmul", "b", "composed"),
-            Cell("gpu", "matmul", "a", "waived", to="cpu", reason="no kernel yet"),
+            Cell("gpu", "matmul", "a", "waived", to="cpu", reason="no kernel yet", cure="--backend cpu"),
             Cell("gpu", "matmul", "b", "refused", reason="too wide"),
         ]
     )
@@ -26,8 +26,7 @@ def _table(*, strict: bool = False) -> tuple[CapabilityTable, list[str]]:
 
 
 def test_every_format_has_every_weight_operation_on_the_cpu() -> None:
-    table = CapabilityTable()
-    table.declare(capabilities.cells())
+    table = capabilities.declare(CapabilityTable())
     for name in REGISTRY:
         for op in ("matmul", "expert_ffn"):
             assert table.select(op, name, "cpu").state in ("native", "composed")
@@ -41,7 +40,9 @@ def test_every_format_has_every_weight_operation_on_the_cpu() -> None:
                 assert table.select(op, name, "cpu").state == "native"
     assert table.select("attention", NO_FORMAT, "cpu").name == "cpu.attention"
     names = [cell.name for cell in table.cells()]
-    assert len(names) == len(set(names)) == 4 * len(REGISTRY) + len(capabilities.FORMAT_FREE_OPS)
+    assert len(names) == len(set(names)) == 2 * (4 * len(REGISTRY) + len(capabilities.FORMAT_FREE_OPS))
+    assert table.missing(REGISTRY, capabilities.WEIGHT_OPS + capabilities.ROW_OPS) == []
+    assert table.missing([NO_FORMAT], capabilities.FORMAT_FREE_OPS) == []
 
 
 def test_a_cell_that_is_not_declared_is_an_error() -> None:
@@ -62,16 +63,56 @@ def test_selection_counts_what_runs() -> None:
 
 def test_a_waived_cell_falls_back_counts_and_is_named_once() -> None:
     table, notices = _table()
+    for layer in range(3):
+        for kind in ("q_proj", "o_proj"):
+            what = f"model.layers.{layer}.{kind}.weight"
+            assert table.select("matmul", "a", "gpu", what=what).name == "cpu.matmul.a"
+    table.select("matmul", "a", "gpu", what="lm_head.weight")
+    assert notices == []  # told when all is known
+    for _ in range(2):
+        table.announce()
+    assert table.fallbacks == {"gpu.matmul.a": 7}
+    assert notices == [
+        "gpu.matmul.a is waived to cpu: no kernel yet; used for model.layers.*.q_proj.weight in 3 layers, "
+        "model.layers.*.o_proj.weight in 3 layers, lm_head.weight; to cure: --backend cpu"
+    ]
+    table.select("matmul", "a", "gpu", what="another")
+    table.announce()
+    assert (table.fallbacks["gpu.matmul.a"], len(notices)) == (8, 1)
+
+
+def test_a_notice_stays_one_line_however_many_tensors_there_are() -> None:
+    table, notices = _table()
+    for number in range(9):
+        table.select("matmul", "a", "gpu", what=f"layers.0.w{number}")
+    table.announce()
+    assert "layers.*.w5 in 1 layer and 3 more; to cure" in notices[0]
+    table, notices = _table()
+    for _ in range(4):
+        table.select("matmul", "a", "gpu")
+    table.announce()
+    assert "used for 4 operations; to cure" in notices[0]
+
+
+def test_calls_that_fail_are_counted_told_once_and_strict() -> None:
+    table, notices = _table()
     for _ in range(3):
-        assert table.select("matmul", "a", "gpu", what="q_proj").name == "cpu.matmul.a"
-    assert table.fallbacks["gpu.matmul.a"] == 3
-    assert notices == ["q_proj: gpu.matmul.a is waived to cpu: no kernel yet"]
+        table.failed("gpu", "segment", reason="out of memory", instead="cpu", cure="--backend cpu")
+    assert table.fallbacks == {"gpu.segment": 3}
+    assert notices == [
+        "gpu.segment failed: out of memory; cpu does this and all later such calls; to cure: --backend cpu"
+    ]
+    table, notices = _table(strict=True)
+    with pytest.raises(UnsupportedKernel, match=r"gpu\.segment failed: out of memory \(an error under --strict; --b"):
+        table.failed("gpu", "segment", reason="out of memory", instead="cpu", cure="--backend cpu")
+    assert not notices
+    assert not table.fallbacks
 
 
 def test_strict_makes_a_fallback_an_error() -> None:
     table, notices = _table(strict=True)
     with pytest.raises(
-        UnsupportedKernel, match=r"gpu\.matmul\.a is waived to cpu: no kernel yet \(an error under --str"
+        UnsupportedKernel, match=r"gpu\.matmul\.a is waived to cpu: no kernel yet \(an error under --strict; --backe"
     ):
         table.select("matmul", "a", "gpu")
     assert not notices
@@ -90,8 +131,8 @@ def test_waivers_in_a_circle_end() -> None:
     table = CapabilityTable()
     table.declare(
         [
-            Cell("x", "matmul", "a", "waived", to="y", reason="slow"),
-            Cell("y", "matmul", "a", "waived", to="x", reason="slow"),
+            Cell("x", "matmul", "a", "waived", to="y", reason="slow", cure="none"),
+            Cell("y", "matmul", "a", "waived", to="x", reason="slow", cure="none"),
         ]
     )
     with pytest.raises(UnsupportedKernel, match="waived in a circle"):
@@ -112,10 +153,35 @@ def test_disabled_cells_are_refused() -> None:
             table.disable([unknown])
 
 
+def test_disabled_cells_of_the_cpu_go_to_its_scalar_kernels_until_nothing_is_left() -> None:
+    notices: list[str] = []
+    table = capabilities.declare(CapabilityTable(notice=notices.append))
+    table.disable(["cpu.matmul.int4-row", "cpu.rope"])
+    assert table.cell("cpu", "matmul", "int4-row").state == "waived"
+    assert table.select("matmul", "int4-row", "cpu", what="q_proj.weight").name == "cpu-scalar.matmul.int4-row"
+    assert table.select("matmul", "int8-row", "cpu").name == "cpu.matmul.int8-row"
+    assert table.select("rope", NO_FORMAT, "cpu").name == "cpu-scalar.rope"
+    table.announce()
+    assert notices == [
+        "cpu.matmul.int4-row is waived to cpu-scalar: disabled by --disable; used for q_proj.weight; "
+        "to cure: leave out --disable cpu.matmul.int4-row",
+        "cpu.rope is waived to cpu-scalar: disabled by --disable; used for 1 operation; "
+        "to cure: leave out --disable cpu.rope",
+    ]
+    assert table.fallbacks == {"cpu.matmul.int4-row": 1, "cpu.rope": 1}
+    table.disable(["cpu-scalar.matmul"])
+    with pytest.raises(UnsupportedKernel, match=r"cpu-scalar\.matmul\.int4-row is refused: disabled by --disable; usa"):
+        table.select("matmul", "int4-row", "cpu")
+    table.disable(["cpu.rows"])  # what is refused for a reason keeps it
+    assert "stored rotated" in table.cell("cpu", "rows", "e8-iq3-lattice").reason
+
+
 def test_a_cell_must_explain_itself() -> None:
     for wrong in (
-        {"state": "waived", "to": "cpu"},
-        {"state": "waived", "reason": "why"},
+        {"state": "waived", "to": "cpu", "cure": "x"},
+        {"state": "waived", "reason": "why", "cure": "x"},
+        {"state": "waived", "to": "cpu", "reason": "why"},
+        {"state": "native", "cure": "x"},
         {"state": "refused"},
         {"state": "native", "reason": "why"},
         {"state": "native", "to": "cpu"},
@@ -128,12 +194,14 @@ def test_a_cell_must_explain_itself() -> None:
 
 
 def test_a_backend_opens_with_what_it_is_told() -> None:
-    backend = open_backend(threads=2, precision="exact", isa="scalar", disable=["cpu.matmul.int4-row"])
+    backend = open_backend(
+        threads=2, precision="exact", isa="scalar", disable=["cpu.matmul.int4-row", "cpu-scalar.matmul"]
+    )
     assert (backend.name, backend.threads, backend.precision, backend.isa) == ("cpu", 2, "exact", "scalar")
     planes = [backend.allocate(32), backend.allocate(8)]
     weight = backend.weight("q_proj", "int4-row", (2, 32), 0, planes)
     recorder = backend.recorder(max_rows=1, max_outputs=1, page_tokens=16, pages=1)
-    with pytest.raises(UnsupportedKernel, match=r"q_proj: cpu\.matmul\.int4-row is refused: disabled"):
+    with pytest.raises(UnsupportedKernel, match=r"q_proj: cpu-scalar\.matmul\.int4-row is refused: disabled"):
         recorder.matmul(recorder.rows(32), weight, recorder.rows(2))
     table = recorder.rows(32)
     recorder.embed(weight, table)  # its rows can still be read

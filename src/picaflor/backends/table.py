@@ -8,6 +8,7 @@ with a reason) or refused (with a reason). There is no default: a cell that is n
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,17 @@ from picaflor.errors import UnsupportedKernel, UsageError
 State = Literal["native", "composed", "waived", "refused"]
 Key = tuple[str, str, str]
 NO_FORMAT = "-"
+NAMED_CLASSES = 6
+"""Most tensor classes that one notice names; it counts the rest."""
+_NUMBER = re.compile(r"(?<![A-Za-z0-9_])\d+(?![A-Za-z0-9_])")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One (backend, operation, format); `format` is NO_FORMAT for operations that read no weights.
 
-    `to`: for waived, the backend that does it instead. `reason`: for waived and refused.
+    `to`: for waived, the backend that does it instead. `reason`: for waived and refused. `cure`: for waived, what the
+    user can do about it.
     """
 
     backend: str
@@ -33,12 +38,14 @@ class Cell:
     state: State
     to: str = ""
     reason: str = ""
+    cure: str = ""
 
     def __post_init__(self) -> None:
         explained = self.state in ("waived", "refused")
-        if explained != bool(self.reason) or (self.state == "waived") != bool(self.to):
+        waived = self.state == "waived"
+        if explained != bool(self.reason) or waived != bool(self.to) or waived != bool(self.cure):
             raise ValueError(
-                f"cell {self.name}: waived needs an alternative and a reason, refused a reason, others none"
+                f"cell {self.name}: waived needs an alternative, a reason and a cure, refused a reason, others none"
             )
 
     @property
@@ -52,7 +59,8 @@ class CapabilityTable:
     """All cells, and what was used of them.
 
     `engaged` counts per (operation, format) how often a cell was selected, `fallbacks` per cell name how often another
-    was used instead; `notice` gets one line for each fallback, once.
+    was used instead. `notice` gets one line for each fallback, once: when `announce` is called after a recording, so
+    that the line can tell all tensors, or at once for calls that fail while running.
     """
 
     strict: bool = False
@@ -60,7 +68,10 @@ class CapabilityTable:
     engaged: Counter[tuple[str, str]] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     _cells: dict[Key, Cell] = field(default_factory=dict)
-    _disabled: set[Key] = field(default_factory=set)
+    _spares: dict[str, str] = field(default_factory=dict)
+    _disabled: dict[Key, str] = field(default_factory=dict)
+    _pending: dict[Cell, list[str]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     def declare(self, cells: Iterable[Cell]) -> None:
         """Add cells. Raises ValueError if one is declared twice."""
@@ -70,6 +81,10 @@ class CapabilityTable:
                 raise ValueError(f"cell {cell.name} is declared twice")
             self._cells[key] = cell
 
+    def spare(self, backend: str, instead: str) -> None:
+        """Let disabled cells of `backend` be done by `instead`, where that has a cell that is not disabled."""
+        self._spares[backend] = instead
+
     def disable(self, patterns: Sequence[str]) -> None:
         """Take cells out of use: `backend.op` or `backend.op.format`. Raises UsageError for one that matches none."""
         for pattern in patterns:
@@ -78,44 +93,95 @@ class CapabilityTable:
             keys = [key for key in self._cells if key[:2] == (backend, op) and format_name in ("", key[2])]
             if not keys:
                 raise UsageError(f"--disable {pattern}: there is no such kernel; `picaflor capabilities` lists them")
-            self._disabled.update(keys)
+            for key in keys:
+                self._disabled.setdefault(key, pattern)
+
+    def missing(self, formats: Iterable[str], ops: Sequence[str]) -> list[str]:
+        """Names of the cells that no declared backend may lack and that nobody declared, in order of backend."""
+        wanted = list(formats)
+        backends = dict.fromkeys(key[0] for key in self._cells)
+        return [
+            f"{backend}.{op}.{name}"
+            for backend in backends
+            for op in ops
+            for name in wanted
+            if (backend, op, name) not in self._cells
+        ]
 
     def cell(self, backend: str, op: str, format_name: str = NO_FORMAT) -> Cell:
         """The cell as it stands. Raises UnsupportedKernel where nothing was declared."""
-        cell = self._cells.get((backend, op, format_name))
+        key = (backend, op, format_name)
+        cell = self._cells.get(key)
         if cell is None:
             raise UnsupportedKernel(f"{backend} has no cell for {op} on {format_name}; {self._known(backend, op)}")
-        if (backend, op, format_name) in self._disabled:
-            return Cell(backend, op, format_name, "refused", reason="disabled by --disable")
-        return cell
+        pattern = self._disabled.get(key)
+        if pattern is None or cell.state == "refused":
+            return cell
+        reason = "disabled by --disable"
+        spare = self._spares.get(backend, "")
+        if (spare, op, format_name) not in self._cells:
+            return Cell(backend, op, format_name, "refused", reason=reason)
+        return Cell(backend, op, format_name, "waived", spare, reason, cure=f"leave out --disable {pattern}")
 
     def _known(self, backend: str, op: str) -> str:
         formats = [key[2] for key in self._cells if key[:2] == (backend, op)]
         return f"declared: {', '.join(formats)}" if formats else "it declares none for this operation"
+
+    def route(self, op: str, format_name: str, backend: str) -> list[Cell]:
+        """The cell asked for and those that it is waived to, in order; the last one runs or is refused.
+
+        Nothing is counted. Raises UnsupportedKernel where a cell is not declared, or waived in a circle.
+        """
+        route = [self.cell(backend, op, format_name)]
+        while route[-1].state == "waived":
+            following = self.cell(route[-1].to, op, format_name)
+            if following in route:
+                raise UnsupportedKernel(f"{route[0].name} is waived in a circle")
+            route.append(following)
+        return route
 
     def select(self, op: str, format_name: str, backend: str, *, what: str = "") -> Cell:
         """The cell that will run. Raises UnsupportedKernel, naming `what` (a tensor), where there is none.
 
         The only place where another cell is taken than the one asked for; an error under `strict`.
         """
-        cell = self.cell(backend, op, format_name)
+        *passed, cell = self.route(op, format_name, backend)
         subject = f"{what}: " if what else ""
-        seen = {cell.name}
-        while cell.state == "waived":
-            text = f"{subject}{cell.name} is waived to {cell.to}: {cell.reason}"
+        for waived in passed:
             if self.strict:
-                raise UnsupportedKernel(f"{text} (an error under --strict)")
-            if not self.fallbacks[cell.name] and self.notice is not None:
-                self.notice(text)
-            self.fallbacks[cell.name] += 1
-            cell = self.cell(cell.to, op, format_name)
-            if cell.name in seen:
-                raise UnsupportedKernel(f"{subject}{cell.name} is waived in a circle")
-            seen.add(cell.name)
+                raise UnsupportedKernel(f"{subject}{_waived(waived)} (an error under --strict; {waived.cure})")
         if cell.state == "refused":
             raise UnsupportedKernel(f"{subject}{cell.name} is refused: {cell.reason}; {self._usable(op)}")
+        for waived in passed:
+            self.fallbacks[waived.name] += 1
+            self._pending.setdefault(waived, []).append(what)
         self.engaged[op, format_name] += 1
         return cell
+
+    def failed(self, backend: str, call: str, *, reason: str, instead: str, cure: str) -> None:
+        """A call of a selected kernel failed while running, and `instead` computes it: counted, told once by `reason`.
+
+        Raises UnsupportedKernel under `strict`.
+        """
+        text = f"{backend}.{call} failed: {reason}"
+        if self.strict:
+            raise UnsupportedKernel(f"{text} (an error under --strict; {cure})")
+        self.fallbacks[f"{backend}.{call}"] += 1
+        if reason not in self._told:
+            self._told.add(reason)
+            self._tell(f"{text}; {instead} does this and all later such calls; to cure: {cure}")
+
+    def announce(self) -> None:
+        """Tell each fallback since the last call that was not told before: tensors, format, layers, cure; one line."""
+        for waived, tensors in self._pending.items():
+            if waived.name not in self._told:
+                self._told.add(waived.name)
+                self._tell(f"{_waived(waived)}; used for {_classes(tensors)}; to cure: {waived.cure}")
+        self._pending.clear()
+
+    def _tell(self, text: str) -> None:
+        if self.notice is not None:
+            self.notice(text)
 
     def _usable(self, op: str) -> str:
         usable = [cell.name for cell in self.cells() if cell.op == op and cell.state in ("native", "composed")]
@@ -124,3 +190,23 @@ class CapabilityTable:
     def cells(self) -> list[Cell]:
         """All cells as they stand, in order of declaration: what `picaflor capabilities` prints."""
         return [self.cell(*key) for key in self._cells]
+
+
+def _waived(cell: Cell) -> str:
+    return f"{cell.name} is waived to {cell.to}: {cell.reason}"
+
+
+def _classes(tensors: Sequence[str]) -> str:
+    """Names that differ in their numbers only are one class: `layers.*.q_proj in 4 layers, lm_head`."""
+    found: dict[str, set[str]] = {}
+    for name in tensors:
+        found.setdefault(_NUMBER.sub("*", name), set()).add(name)
+    known = {name: members for name, members in found.items() if name}
+    if not known:
+        return f"{len(tensors)} operation{'s' * (len(tensors) > 1)}"
+    shown = [
+        f"{name} in {len(members)} layer{'s' * (len(members) > 1)}" if "*" in name else name
+        for name, members in list(known.items())[:NAMED_CLASSES]
+    ]
+    more = len(known) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

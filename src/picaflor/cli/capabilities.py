@@ -21,6 +21,7 @@ from picaflor.settings import Settings
 
 if TYPE_CHECKING:
     from picaflor.backends.table import CapabilityTable, Cell
+    from picaflor.container.types import Matrix
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "embedding": ("rows",),
@@ -32,22 +33,27 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Matrices of one kind and format in a model, and the cell that one operation on them needs."""
+    """Matrices of one kind, format and group size in a model, and the way of cells that one operation on them takes.
+
+    `route`: the cell asked for, then those it is waived to; the last one runs or is refused.
+    """
 
     kind: str
     format: str
+    group_size: int
     count: int
-    cell: Cell
+    nbytes: int
+    route: Sequence[Cell]
 
 
 @click.command()
 @click.argument("model", required=False)
 @table_of_options.options("capabilities")
 def command(model: str | None, settings: Settings) -> int:
-    """Print the table of backend, operation and format; with MODEL, a directory, only what its tensors need.
+    """Print the table of backend, operation and format; with MODEL, a directory, the kernel of each tensor class.
 
-    A cell is native (a kernel of its own), composed (made of native ones), waived (another backend does it) or refused.
-    Exit code 1 if MODEL needs a refused cell.
+    A cell is native (a kernel of its own), composed (made of native ones), waived (another one does it) or refused.
+    Exit code 1 if MODEL needs a refused cell, or under --strict a waived one.
     """
     from picaflor.runtime.plan import load_backend
 
@@ -56,16 +62,15 @@ def command(model: str | None, settings: Settings) -> int:
     table: CapabilityTable = backend.table
     path = model_path(model)
     if path is None:
-        cells = table.cells()
-        _print(settings, backend, [_row(cell) for cell in cells])
+        _print(settings, backend, [{"backend": cell.backend, **_row(cell)} for cell in table.cells()])
         return 0
     uses = model_uses(path, table, backend.name, settings)
-    _print(settings, backend, [{"kind": use.kind, "matrices": use.count, **_row(use.cell)} for use in uses])
-    return 1 if any(use.cell.state == "refused" for use in uses) else 0
+    _print(settings, backend, [_use_row(use, backend) for use in uses])
+    return 1 if any(use.route[-1].state == "refused" or (settings.strict and use.route[1:]) for use in uses) else 0
 
 
 def model_uses(path: Path, table: CapabilityTable, backend: str, settings: Settings) -> list[Use]:
-    """One entry per kind, format and operation of the model in `path`, from its headers alone."""
+    """One entry per kind, format, group size and operation of the model in `path`, from its headers alone."""
     from picaflor.container.index import Container
     from picaflor.models.config import Notices
     from picaflor.models.loading import open_model
@@ -73,26 +78,49 @@ def model_uses(path: Path, table: CapabilityTable, backend: str, settings: Setti
     def warn(text: str) -> None:
         print(f"picaflor: warning: {text}", file=sys.stderr)
 
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str, int]] = Counter()
+    nbytes: Counter[tuple[str, str, int]] = Counter()
+
+    def count(kind: str, matrix: Matrix) -> None:
+        key = (kind, matrix.format, matrix.group_size)
+        counts[key] += 1
+        nbytes[key] += matrix.nbytes
+
     with Container.open(path) as container:
         notices = Notices(strict=settings.strict, warn=warn)
         model, index = open_model(container, group_size=settings.group_size, notices=notices)
         kinds = {spec.name: spec.kind for spec in model.matrices()}
         for name, matrix in index.matrices.items():
-            counts[kinds[name], matrix.format] += 1
+            count(kinds[name], matrix)
         for layer in index.experts.values():
             for expert in layer:
-                counts.update(("expert", matrix.format) for matrix in expert.matrices)
+                for matrix in expert.matrices:
+                    count("expert", matrix)
     return [
-        Use(kind, format_name, count, table.cell(backend, op, format_name))
-        for (kind, format_name), count in sorted(counts.items())
-        for op in OPERATIONS.get(kind, ("matmul",))
+        Use(*key, number, nbytes[key], table.route(op, key[1], backend))
+        for key, number in sorted(counts.items())
+        for op in OPERATIONS.get(key[0], ("matmul",))
     ]
 
 
 def _row(cell: Cell) -> dict[str, str]:
     state = f"{cell.state} to {cell.to}" if cell.to else cell.state
     return {"operation": cell.op, "format": cell.format, "state": state, "reason": cell.reason}
+
+
+def _use_row(use: Use, backend: Any) -> dict[str, str | int]:
+    *_, last = use.route
+    runs = last.state in ("native", "composed")
+    return {
+        "kind": use.kind,
+        "matrices": use.count,
+        "bytes": use.nbytes,
+        "group_size": use.group_size,
+        **_row(use.route[0]),
+        "kernel": last.name if runs else "none",
+        "isa": backend.isa_of(last) if runs else "none",
+        "reason": use.route[0].reason or last.reason,
+    }
 
 
 def _print(settings: Settings, backend: Any, rows: Sequence[Mapping[str, Any]]) -> None:

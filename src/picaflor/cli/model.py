@@ -100,6 +100,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         latent_norm_eps=settings.latent_norm_eps,
         strict=settings.strict,
         disable=settings.disable,
+        fail_after=settings.fail_after,
     )
 
 

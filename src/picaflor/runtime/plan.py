@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Vector, Weight
-from picaflor.backends.table import CapabilityTable
+from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.container.index import Container
 from picaflor.container.types import Matrix
 from picaflor.errors import UnsupportedConfig, UnsupportedKernel, UsageError
@@ -55,6 +55,10 @@ class HostBackend(Backend, Protocol):
         """Zeroed memory that is not touched until it is written; 64 bytes more are readable behind it."""
         ...
 
+    def isa_of(self, cell: Cell) -> str:
+        """The instruction set of the kernels behind a selected cell."""
+        ...
+
     def workspace_bytes(self) -> int:
         """Bytes of buffers of all recorders so far, key-value planes not counted."""
         ...
@@ -80,6 +84,7 @@ class EngineOptions:
     latent_norm_eps: float | None = None
     strict: bool = False
     disable: tuple[str, ...] = ()
+    fail_after: int | None = None
     sequences: int = 1
     draft: bool = False
 
@@ -117,7 +122,10 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     name = "cpu" if options.backend == "auto" else options.backend
     if name not in BACKENDS:
         raise UnsupportedKernel(f"backend {name} is not in this version; accepted: auto, {', '.join(BACKENDS)}")
-    module: Any = importlib.import_module(f"picaflor.backends.{name}.backend")
+    try:
+        module: Any = importlib.import_module(f"picaflor.backends.{name}.backend")
+    except ImportError as error:
+        raise UnsupportedKernel(f"backend {name} cannot start: {error}") from error
     backend: HostBackend = module.open_backend(
         threads=options.threads,
         precision=options.precision,
@@ -125,6 +133,7 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
         disable=options.disable,
         strict=options.strict,
         notice=notice,
+        fail_after=options.fail_after,
     )
     return backend
 

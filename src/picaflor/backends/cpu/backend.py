@@ -16,9 +16,10 @@ import picaflor._native as _native
 from picaflor.backends.api import Precision, Vector, Weight
 from picaflor.backends.cpu import capabilities
 from picaflor.backends.cpu.memory import allocate
+from picaflor.backends.cpu.program import Faults
 from picaflor.backends.cpu.recorder import CpuRecorder
 from picaflor.backends.cpu.threads import default_threads
-from picaflor.backends.table import CapabilityTable
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import UsageError
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
@@ -39,7 +40,7 @@ class CpuBackend:
     """One pool of threads, one instruction set, one precision.
 
     `threads` None: all that affinity and quotas allow. `isa`: auto, scalar, avx2 or avx512. Raises UsageError for a
-    value that this build or machine does not have.
+    value that this build or machine does not have. `fail_after`: see `program.Faults`.
     """
 
     name = capabilities.BACKEND
@@ -51,6 +52,7 @@ class CpuBackend:
         precision: Precision = "standard",
         isa: str = "auto",
         table: CapabilityTable | None = None,
+        fail_after: int | None = None,
     ) -> None:
         count = default_threads() if threads is None else threads
         if count < 1:
@@ -63,7 +65,9 @@ class CpuBackend:
             raise UsageError(f"--isa {isa}: {error}") from error
         self.threads = count
         self.precision: Precision = precision
-        self.table = _declared(CapabilityTable()) if table is None else table
+        self.table = capabilities.declare(CapabilityTable()) if table is None else table
+        self._faults = None if fail_after is None else Faults(fail_after, self.table)
+        self._sampler_isa = ""
         self._pool = _native.Pool(count)
         self._recorders: list[CpuRecorder] = []
 
@@ -111,6 +115,7 @@ class CpuBackend:
             isa=self.isa,
             planes=PLANES[self.precision],
             table=self.table,
+            faults=self._faults,
             max_rows=max_rows,
             max_outputs=max_outputs,
             page_tokens=page_tokens,
@@ -121,9 +126,17 @@ class CpuBackend:
 
     def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
         """One token from logits `[vocabulary]`; argmax at temperature 0 or below."""
+        if not self._sampler_isa:
+            cell = self.table.select("sample", NO_FORMAT, self.name)
+            self._sampler_isa = self.isa_of(cell)
+            self.table.announce()
         row = np.ascontiguousarray(logits, dtype=np.float32)
-        token: int = _native.sample(self.isa, row, temperature=temperature, top_p=top_p, uniform=uniform)
+        token: int = _native.sample(self._sampler_isa, row, temperature=temperature, top_p=top_p, uniform=uniform)
         return token
+
+    def isa_of(self, cell: Cell) -> str:
+        """The instruction set of the kernels behind a selected cell."""
+        return capabilities.SCALAR_ISA if cell.backend == capabilities.SCALAR else self.isa
 
     def workspace_bytes(self) -> int:
         """Bytes that buffers of all recorders so far can come to, key-value planes not counted."""
@@ -134,11 +147,6 @@ class CpuBackend:
         return sum(recorder.kv_bytes() for recorder in self._recorders)
 
 
-def _declared(table: CapabilityTable) -> CapabilityTable:
-    table.declare(capabilities.cells())
-    return table
-
-
 def open_backend(
     *,
     threads: int | None = None,
@@ -147,8 +155,9 @@ def open_backend(
     disable: Sequence[str] = (),
     strict: bool = False,
     notice: Callable[[str], None] | None = None,
+    fail_after: int | None = None,
 ) -> CpuBackend:
-    """The backend as options describe it. Raises UsageError."""
-    table = _declared(CapabilityTable(strict=strict, notice=notice))
+    """The backend as options describe it; of its calls those after the first `fail_after` fail. Raises UsageError."""
+    table = capabilities.declare(CapabilityTable(strict=strict, notice=notice))
     table.disable(disable)
-    return CpuBackend(threads=threads, precision=precision, isa=isa, table=table)
+    return CpuBackend(threads=threads, precision=precision, isa=isa, table=table, fail_after=fail_after)

@@ -1,17 +1,22 @@
 """What the CPU backend can do: one cell per operation and format.
 
-Knows names only; must not know kernels' insides, models or files.
+Knows names only; must not know kernels' insides, models or files. Nothing here is derived from the registry of formats:
+a format that nobody wrote kernels for has no cells, and `CapabilityTable.missing` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Final
 
-from picaflor.backends.table import NO_FORMAT, Cell, State
-from picaflor.formats import REGISTRY
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell, State
 
 BACKEND: Final = "cpu"
+SCALAR: Final = "cpu-scalar"
+"""The plain C++ of the same operations: on every machine, the same bits, slower. What disabled cells fall back to."""
+
+SCALAR_ISA: Final = "scalar"
 WEIGHT_OPS: Final = ("matmul", "expert_ffn")
 ROW_OPS: Final = ("rows", "row_axpy")
 FORMAT_FREE_OPS: Final = (
@@ -28,21 +33,47 @@ FORMAT_FREE_OPS: Final = (
     "sample",
 )
 
-# These matrices are unpacked to the integer or float tile of another format before they are multiplied.
-UNPACKED: Final = frozenset({"int2-row", "int3-g64", "e8-iq3-lattice"})
+# How matrices of a format are multiplied: by a decode primitive of their own, or unpacked to the integer or float tile
+# of another format first.
+PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
+    {
+        "f32": "native",
+        "bf16": "native",
+        "f16": "native",
+        "int8-row": "native",
+        "int4-row": "native",
+        "int2-row": "composed",
+        "int4-grouped": "native",
+        "int3-g64": "composed",
+        "e8-iq3-lattice": "composed",
+        "mxfp4": "native",
+        "fp8-e4m3-b128": "native",
+    }
+)
+ROTATED: Final[Mapping[str, str]] = MappingProxyType(
+    {"e8-iq3-lattice": "its rows are stored rotated, a single row is not the weight's"}
+)
+"""Formats without row operations, and why."""
 
 
 def cells() -> Iterator[Cell]:
-    """Every cell of the CPU backend."""
-    for name, spec in REGISTRY.items():
-        state: State = "composed" if name in UNPACKED else "native"
-        for op in WEIGHT_OPS:
-            yield Cell(BACKEND, op, name, state)
-        for op in ROW_OPS:
-            if spec.activation.rotated:
-                reason = "its rows are stored rotated, a single row is not the weight's"
-                yield Cell(BACKEND, op, name, "refused", reason=reason)
-            else:
-                yield Cell(BACKEND, op, name, "native")
-    for op in FORMAT_FREE_OPS:
-        yield Cell(BACKEND, op, NO_FORMAT, "native")
+    """Every cell of the CPU backend, then the same ones of its scalar kernels."""
+    for backend in (BACKEND, SCALAR):
+        for name, state in PRODUCTS.items():
+            for op in WEIGHT_OPS:
+                yield Cell(backend, op, name, state)
+            for op in ROW_OPS:
+                refused = ROTATED.get(name)
+                if refused is None:
+                    yield Cell(backend, op, name, "native")
+                else:
+                    yield Cell(backend, op, name, "refused", reason=refused)
+        for op in FORMAT_FREE_OPS:
+            yield Cell(backend, op, NO_FORMAT, "native")
+
+
+def declare(table: CapabilityTable) -> CapabilityTable:
+    """Put the CPU's cells into a table, with the scalar kernels as what is left where one is disabled."""
+    table.declare(cells())
+    table.spare(BACKEND, SCALAR)
+    return table

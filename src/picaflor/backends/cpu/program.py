@@ -6,7 +6,8 @@ Knows segments and the expert provider; must not know families, formats or files
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.cpu.capabilities import BACKEND, SCALAR, SCALAR_ISA
+from picaflor.backends.table import CapabilityTable
 from picaflor.formats.base import F32
 
 NATIVE_CLASSES: Final = ("attention", "matmul", "router", "head", "other")
@@ -24,6 +27,7 @@ class ExpertCall:
     """One call of experts, after the segment of the same number. Addresses of row 0 and strides in floats.
 
     `ffn_layer`: the number under which the native operation knows the layer's layouts. `outputs`: acts on output rows.
+    `plain`: by the scalar kernels.
     """
 
     layer: int
@@ -33,15 +37,60 @@ class ExpertCall:
     weights: int
     out: tuple[int, int]
     outputs: bool
+    plain: bool
+
+
+class Faults:
+    """Lets accelerated calls fail on purpose: those after the first `after`, for tests of what happens then.
+
+    A call is one segment of a program, or one run of experts; what is recorded as plain is none. Such a call is
+    computed by the scalar kernels instead, which give the same bits.
+    """
+
+    def __init__(self, after: int, table: CapabilityTable) -> None:
+        self._after = after
+        self._table = table
+        self._calls = 0
+
+    @property
+    def failing(self) -> bool:
+        """Whether the next call fails."""
+        return self._calls >= self._after
+
+    def next_fails(self, call: str) -> bool:
+        """Count a call; True if it fails. Raises UnsupportedKernel for the first that does under `--strict`."""
+        failing = self.failing
+        self._calls += 1
+        if failing:
+            self._table.failed(
+                BACKEND,
+                call,
+                reason=f"PICAFLOR_FAIL_AFTER={self._after} lets every call after the first {self._after} fail",
+                instead=SCALAR,
+                cure="unset PICAFLOR_FAIL_AFTER",
+            )
+        return failing
 
 
 class CpuProgram:
     """backends.api.Program over a native program. `keep`: what must live as long as the program."""
 
-    def __init__(self, native: Any, arena: Any, ffn: Any, calls: Sequence[ExpertCall], keep: Sequence[object]) -> None:
+    def __init__(
+        self,
+        native: Any,
+        arena: Any,
+        ffn: Any,
+        calls: Sequence[ExpertCall],
+        *,
+        isa: str,
+        faults: Faults | None,
+        keep: Sequence[object],
+    ) -> None:
         self._native = native
         self._arena = arena
         self._ffn = ffn
+        self._isa = isa
+        self._faults = faults
         self._calls = tuple(calls)
         self._keep = tuple(keep)
         self._expert_seconds = 0.0
@@ -51,14 +100,16 @@ class CpuProgram:
         if self._calls and experts is None:
             raise ValueError("the program has experts, and no provider was given")
         self._arena.set_batch(batch.tokens, batch.sequences, batch.positions, batch.pages, batch.outputs)
-        run_segment = self._native.run_segment
-        run_segment(0)
+        self._run_segment(0)
         for index, call in enumerate(self._calls):
             assert experts is not None
             rows = len(batch.outputs) if call.outputs else len(batch.tokens)
             if rows:
                 self._run_experts(call, rows, experts)
-            run_segment(index + 1)
+            self._run_segment(index + 1)
+
+    def _run_segment(self, segment: int) -> None:
+        self._native.run_segment(segment, self._faults is not None and self._faults.next_fails("segment"))
 
     def _run_experts(self, call: ExpertCall, rows: int, experts: ExpertProvider) -> None:
         """One MoE layer; time spent waiting for reads is not counted as computing."""
@@ -70,11 +121,28 @@ class CpuProgram:
         with experts.acquire(call.layer, wanted) as lease:
             for ids, addresses in lease.batches():
                 start = clock()
-                ffn.run(ids, addresses)
+                with self._kernels_of(call):
+                    ffn.run(ids, addresses)
                 self._expert_seconds += clock() - start
         start = clock()
-        ffn.finish(call.weights, call.out[0], call.out[1])
+        with self._kernels_of(call, counted=False):
+            ffn.finish(call.weights, call.out[0], call.out[1])
         self._expert_seconds += clock() - start
+
+    @contextmanager
+    def _kernels_of(self, call: ExpertCall, *, counted: bool = True) -> Iterator[None]:
+        """The expert operation with the kernels that this run of it takes; the usual ones again afterwards."""
+        plain, faults = call.plain, self._faults
+        if faults is not None and not plain:
+            plain = faults.next_fails("expert_ffn") if counted else faults.failing
+        if not plain:
+            yield
+            return
+        self._ffn.use(SCALAR_ISA)
+        try:
+            yield
+        finally:
+            self._ffn.use(self._isa)
 
     def view(self, rows: Rows, count: int) -> NDArray[Any]:
         """The first `count` rows `[count, width]`; valid until the next run."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +24,10 @@ from picaflor.backends.api import (
     Vector,
     Weight,
 )
+from picaflor.backends.cpu.capabilities import BACKEND, SCALAR
 from picaflor.backends.cpu.experts import Experts
-from picaflor.backends.cpu.program import CpuProgram, ExpertCall
-from picaflor.backends.table import NO_FORMAT, CapabilityTable
-
-BACKEND: Final = "cpu"
+from picaflor.backends.cpu.program import CpuProgram, ExpertCall, Faults
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,7 @@ class CpuRecorder:
         isa: str,
         planes: int,
         table: CapabilityTable,
+        faults: Faults | None,
         max_rows: int,
         max_outputs: int,
         page_tokens: int,
@@ -60,6 +60,8 @@ class CpuRecorder:
     ) -> None:
         self._max_rows = max_rows
         self._table = table
+        self._isa = isa
+        self._faults = faults
         self._arena = _native.Arena(
             pool, isa, max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages
         )
@@ -109,14 +111,14 @@ class CpuRecorder:
     def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
         """Root-mean-square norm of each of `heads` equal parts; out may be x."""
         _check(x.width == out.width == weight.length * heads, f"{weight.name}: {heads}x{weight.length} on {x.width}")
-        self._select("rmsnorm")
+        self._select("rmsnorm", what=weight.name)
         self._builder.rmsnorm(_view(x), self._address(weight), _view(out), eps, heads)
 
     def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
         """Mean-variance norm; out may be x."""
         fits = x.width == out.width == weight.length == bias.length
         _check(fits, f"{weight.name}: {weight.length}, bias {bias.length}, on {x.width} to {out.width}")
-        self._select("layernorm")
+        self._select("layernorm", what=weight.name)
         self._builder.layernorm(_view(x), self._address(weight), self._address(bias), _view(out), eps)
 
     def matmul(self, x: Rows, weight: Weight, out: Rows) -> None:
@@ -179,7 +181,6 @@ class CpuRecorder:
     def attention(self, q: Rows, out: Rows, *, kind: MLA | GQA, selection: Rows | None = None) -> None:
         """Causal attention over the row's sequence, or over the selected positions."""
         _check(not _overlap(q, out), "attention: out aliases q")
-        self._select("attention")
         chosen = None if selection is None else _view(selection, "i32")
         if isinstance(kind, MLA):
             self._mla(q, out, kind, chosen)
@@ -195,8 +196,8 @@ class CpuRecorder:
         shape = (kind.heads * (kind.nope + kind.value), rank)
         _check((kind.kv_b.rows, kind.kv_b.cols) == shape, f"{kind.kv_b.name} is not {shape}")
         _check(kind.rope_key.width == kind.rope, f"rope key plane of {kind.rope_key.width} for {kind.rope}")
-        for op in ("rows", "row_axpy"):
-            self._select(op, kind.kv_b.format, kind.kv_b.name)
+        weights = kind.kv_b.format
+        self._select("attention", NO_FORMAT, kind.kv_b.name, also=(("rows", weights), ("row_axpy", weights)))
         self._builder.mla(
             _view(q),
             _view(out),
@@ -216,6 +217,7 @@ class CpuRecorder:
         fits = q.width == out.width == kind.heads * kind.head_dim and kind.heads % kind.kv_heads == 0
         _check(fits, f"attention: q {q.width}, out {out.width}, {kind.heads} heads over {kind.kv_heads}")
         _check(kind.keys.width == kind.values.width == width, f"attention: planes are not {width} wide")
+        self._select("attention", what=f"attention of layer {kind.keys.layer}")
         self._builder.gqa(
             _view(q),
             _view(out),
@@ -263,8 +265,8 @@ class CpuRecorder:
         _check(not _overlap(x, out), "experts: out aliases x")
         whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
         _check(whole, "experts: ids and weights must be whole buffers of the same width")
-        for format_name in sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)}):
-            self._select("expert_ffn", format_name, f"experts of layer {layer}")
+        formats = sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)})
+        cells = [self._cell("expert_ffn", name, f"experts of layer {layer}") for name in formats]
         ffn_layer = self._experts.add_layer(layouts, hidden=x.width, top_k=ids.width, layer=layer)
         self._calls.append(
             ExpertCall(
@@ -275,21 +277,32 @@ class CpuRecorder:
                 weights=self._arena.address(_view(weights))[0],
                 out=self._arena.address(_view(out)),
                 outputs=self._builder.after_outputs,
+                plain=any(cell.backend == SCALAR for cell in cells),
             )
         )
         self._builder.experts(_view(out))
 
     def finish(self) -> CpuProgram:
-        """The program of all that was recorded since the last finish."""
+        """The program of all that was recorded since the last finish; tells what fell back in it."""
+        self._table.announce()
         calls, self._calls = self._calls, []
         ffn, numbers = self._experts.native() if calls else (None, [])
         calls = [replace(call, ffn_layer=numbers[call.ffn_layer]) for call in calls]
-        return CpuProgram(self._builder.finish(), self._arena, ffn, calls, self._keep)
+        return CpuProgram(
+            self._builder.finish(), self._arena, ffn, calls, isa=self._isa, faults=self._faults, keep=self._keep
+        )
 
     # ---- helpers ----
 
-    def _select(self, op: str, format_name: str = NO_FORMAT, what: str = "") -> None:
-        self._table.select(op, format_name, BACKEND, what=what)
+    def _cell(self, op: str, format_name: str, what: str) -> Cell:
+        return self._table.select(op, format_name, BACKEND, what=what)
+
+    def _select(
+        self, op: str, format_name: str = NO_FORMAT, what: str = "", *, also: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """Choose the kernels of the operation that is recorded next; it is plain if one of its cells is."""
+        cells = [self._cell(name, weights, what) for name, weights in ((op, format_name), *also)]
+        self._builder.plain = any(cell.backend == SCALAR for cell in cells)
 
     def _matrix(self, weight: Weight) -> Any:
         self._keep.append(weight.handle)
