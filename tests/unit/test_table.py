@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from picaflor.backends.cpu import capabilities
@@ -9,6 +14,8 @@ from picaflor.backends.cpu.backend import open_backend
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.formats import REGISTRY
+
+ROOT = Path(__file__).parents[2]
 
 
 def _table(*, strict: bool = False) -> tuple[CapabilityTable, list[str]]:
@@ -218,3 +225,32 @@ def test_a_backend_opens_with_what_it_is_told() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             open_backend(**wrong)  # type: ignore[arg-type]
+
+
+def _gen(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(root / "scripts" / "gen"), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_the_tables_of_the_documentation_are_current() -> None:
+    done = _gen("--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stale_table_is_named_and_written_anew(tmp_path: Path) -> None:
+    for name in ("scripts/gen", "docs/backends.md", "docs/commands.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    page = tmp_path / "docs" / "backends.md"
+    right = page.read_text()
+    row = "| int3-g64 | composed | composed |"
+    assert right.count(row) == 2
+    page.write_text(right.replace(row, "| int3-g64 | native | native |", 1))
+    done = _gen("--check", root=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "docs/backends.md: capabilities is not current; run scripts/gen\n",
+    )
+    assert _gen(root=tmp_path).returncode == 0
+    assert page.read_text() == right
