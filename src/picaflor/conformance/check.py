@@ -61,8 +61,8 @@ def _compare(array: Array, right: Expected, precision: str) -> Outcome:
     if array.shape != right.values.shape:
         return Outcome(0.0, f"shape {list(array.shape)}, expected {list(right.values.shape)}")
     values = right.values.astype(np.float64)
-    found = array.astype(np.float64)
     with np.errstate(invalid="ignore"):
+        found = array.astype(np.float64)
         delta = np.abs(found - values)
     same = (found == values) | (np.isnan(found) & np.isnan(values))
     delta = np.where(same, 0.0, np.where(np.isnan(delta), np.inf, delta))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,8 @@ _READERS: dict[str, Callable[[list[Bytes], int, int, int], Stored]] = {
 }
 
 
-def _signs(size: int) -> F64:
+@lru_cache(maxsize=64)
+def rotation_signs(size: int) -> F64:
     """+-1 of one rotation block, from the generator of docs/formats.md."""
     state, out = 417 + size, []
     for _ in range((size + 7) // 8):
@@ -185,25 +187,30 @@ def rotation_spans(cols: int) -> list[tuple[int, int]]:
     return spans
 
 
+def _butterflies(part: F64) -> F64:
+    """The orthonormal Walsh-Hadamard transform of rows whose length is a power of two."""
+    rows, size = part.shape
+    stride = 1
+    while stride < size:
+        pairs = part.reshape(rows, size // (2 * stride), 2, stride)
+        a, b = pairs[:, :, 0], pairs[:, :, 1]
+        part = np.stack([a + b, a - b], axis=2).reshape(rows, size)
+        stride *= 2
+    out: F64 = part / np.sqrt(size)
+    return out
+
+
 def rotate(x: F64) -> F64:
-    """Rows of activations, rotated as the lattice's rows are, in float64."""
+    """Rows of activations, rotated as the lattice's rows are, in float64: signs first, then the transform."""
     out = np.array(x, dtype=np.float64)
     for start, size in rotation_spans(x.shape[-1]):
-        part = out[:, start : start + size] * _signs(size)
-        stride = 1
-        while stride < size:
-            for first in range(0, size, 2 * stride):
-                a = part[:, first : first + stride].copy()
-                b = part[:, first + stride : first + 2 * stride].copy()
-                part[:, first : first + stride] = a + b
-                part[:, first + stride : first + 2 * stride] = a - b
-            stride *= 2
-        out[:, start : start + size] = part / np.sqrt(size)
+        out[:, start : start + size] = _butterflies(out[:, start : start + size] * rotation_signs(size))
     return out
 
 
 def unrotate(matrix: F64) -> F64:
-    """The inverse of `rotate`, row by row: the rotation's matrix is orthogonal."""
-    cols = matrix.shape[1]
-    turned: F64 = matrix @ rotate(np.eye(cols)).T
-    return turned
+    """The inverse of `rotate`, row by row: the transform is its own inverse."""
+    out = np.array(matrix, dtype=np.float64)
+    for start, size in rotation_spans(matrix.shape[-1]):
+        out[:, start : start + size] = _butterflies(out[:, start : start + size]) * rotation_signs(size)
+    return out

@@ -33,7 +33,7 @@ from picaflor.formats.base import F32, Format
 
 OUTLIER = 50.0
 # (inputs I, outputs O, rows of x S): whole groups, partial tails, odd I, groups longer than the row, O beside the tile.
-QUICK_SHAPES = ((200, 9, 3), (201, 7, 1), (64, 4, 2), (40, 6, 5), (2048, 5, 4), (201, 13, 13))
+QUICK_SHAPES = ((200, 9, 3), (201, 7, 1), (520, 9, 2), (64, 4, 2), (40, 6, 5), (2048, 5, 4), (201, 13, 13))
 FULL_SHAPES = (
     (6144, 3, 1),
     (6144, 5, 6),
@@ -49,7 +49,7 @@ FULL_SHAPES = (
 BLOCK_SHAPES = ((200, 130, 3), (129, 257, 2), (300, 131, 1))
 """More than one scale block in both directions, for formats whose scale covers several rows."""
 OUTLIER_SHAPES = ((200, 9, 64), (6144, 3, 2))
-FFN_SHAPES = ((64, 40, 4), (200, 72, 1), (201, 65, 13))
+FFN_SHAPES = ((64, 40, 4), (520, 300, 2), (200, 72, 1), (201, 65, 13))
 FULL_FFN_SHAPES = ((512, 256, 2), (40, 201, 5), (128, 64, 33))
 
 
@@ -234,7 +234,7 @@ def _experts(
     return Case("expert_ffn", format_name, name, prepare, full_only)
 
 
-def expert_sum(members: Sequence[Member], x: F32, ids: Array, weights: F32, precision: str) -> Approx:
+def expert_sum(members: Sequence[Member], x: F32, ids: Array, weights: Array, precision: str) -> Approx:
     """The routed sum of every row."""
     count, top_k = ids.shape
     given = x.astype(np.float64)
@@ -245,12 +245,13 @@ def expert_sum(members: Sequence[Member], x: F32, ids: Array, weights: F32, prec
         if not len(where[0]):
             continue
         rows = oracle.exactly(given[where[0]])
-        hidden = oracle.gated(_apply(rows, gate, precision), _apply(rows, up, precision))
-        out = _apply(hidden, down, precision)
+        hidden = oracle.gated(apply(rows, gate, precision), apply(rows, up, precision))
+        out = apply(hidden, down, precision)
         values[where], error[where], terms[where] = out.values, out.error, out.terms
     parts = [Approx(values[:, k], error[:, k], terms[:, k]) for k in range(top_k)]
     return oracle.weighted_sum(parts, weights.astype(np.float64))
 
 
-def _apply(x: Approx, matrix: Matrix, precision: str) -> Approx:
+def apply(x: Approx, matrix: Matrix, precision: str) -> Approx:
+    """x times a stored matrix, as the precision says."""
     return oracle.product(x, stored(matrix), REGISTRY[matrix.format], matrix.group_size, precision)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from picaflor.conformance import attending, plain, products
+from picaflor.conformance import attending, blocks, plain, products
 from picaflor.conformance.case import Case
 from picaflor.formats import REGISTRY
 
@@ -26,6 +26,7 @@ def all_cases() -> Iterator[Case]:
     yield from attending.select_cases()
     yield from attending.write_cases()
     yield from plain.plain_cases()
+    yield from blocks.block_cases()
 
 
 def pick(
