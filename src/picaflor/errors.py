@@ -14,6 +14,7 @@ have been accepted; the command line prints it as one line.
     ├── ReadFailed                 the disk gave an error or fewer bytes than the header promised
     ├── WriteFailed                the disk refused what was to be written, or is full
     ├── ContextExceeded            more tokens than the context holds
+    ├── NoFiniteLogit              the model computed nothing but NaN and infinity
     ├── BadTokenizer               tokenizer.json missing or not usable
     ├── BadTemplate                the chat template raised or is malformed
     └── UsageError                 a wrong option or argument: exit 2
@@ -66,6 +67,10 @@ class WriteFailed(PicaflorError):
 
 class ContextExceeded(PicaflorError):
     """More tokens than the context holds."""
+
+
+class NoFiniteLogit(PicaflorError):
+    """The model computed nothing but NaN and infinity for a token."""
 
 
 class BadTokenizer(PicaflorError):

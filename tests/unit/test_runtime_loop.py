@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
-from picaflor.errors import ContextExceeded, ReadFailed
+from picaflor.errors import ContextExceeded, NoFiniteLogit, ReadFailed
 from picaflor.runtime.generate import Generation, SamplingOptions, StopText
 from picaflor.runtime.kvcache import PagePool, Sequence
 from picaflor.runtime.runner import Runner, Work
@@ -209,6 +209,16 @@ def test_the_context_and_a_cancel_end_the_answer() -> None:
     assert (len(cut.tokens), cut.finish_reason) == (3, "cancelled")
     never = make_generation(greedy(), cancel_after=-1)
     assert (run(never), never.tokens, never.finish_reason) == ("", [], "cancelled")
+
+
+@pytest.mark.parametrize("worst", [np.nan, np.inf, -np.inf])
+def test_logits_without_a_finite_one_are_an_error_and_one_that_is_enough(worst: float) -> None:
+    generation = make_generation(greedy(max_tokens=1))
+    logits = np.full(VOCABULARY, worst, np.float32)
+    with pytest.raises(NoFiniteLogit, match="no logit at position 0 is finite"):
+        generation._choose(logits)
+    logits[7] = 0.5
+    assert generation._choose(np.nan_to_num(logits, nan=-1.0, posinf=-1.0, neginf=-1.0)) == 7
 
 
 @pytest.mark.parametrize("pieces", [["beta gamma"], ["b", "eta ", "gam", "ma"], list("beta gamma")])

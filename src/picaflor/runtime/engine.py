@@ -140,6 +140,13 @@ class Engine:
         return self._stops
 
     @property
+    def stop_names(self) -> tuple[str, ...]:
+        """The tokens that end an answer, as texts, by id."""
+        return tuple(
+            self.tokenizer.decode([number], keep_special=True) or f"#{number}" for number in sorted(self.stops.ids)
+        )
+
+    @property
     def description(self) -> str:
         """Family, size and formats in words."""
         model = self.plan.model

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from picaflor.backends.api import I32
+from picaflor.errors import NoFiniteLogit
 from picaflor.formats.base import F32
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Runner, Work
@@ -171,6 +172,11 @@ class Generation:
 
     def _choose(self, logits: F32) -> int:
         start = time.perf_counter()
+        if not np.isfinite(logits).any():
+            raise NoFiniteLogit(
+                f"no logit at position {self._sequence.length} is finite: the weights hold NaN or infinity "
+                "(picaflor inspect MODEL --deep looks for them)"
+            )
         token = self._choose_token(logits, self._sequence.length)
         self.clock.sampling_s += time.perf_counter() - start
         return token

@@ -40,6 +40,11 @@ PAGE_BYTES = 4096
 RUNTIME_BYTES = 16 << 20
 """For thread stacks, Python objects made while running, and allocator slack."""
 
+FAST_WARNING = (
+    "--precision fast: activations in one int8 plane, which can change what the model says; "
+    "picaflor eval measures by how much"
+)
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -217,6 +222,8 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
     store: ExpertStore | None = None
     try:
         notices = Notices(strict=options.strict, warn=warn)
+        if options.precision == "fast":
+            notices.tell(FAST_WARNING)
         for text in container.notes:
             notices.note(text)
         model, index = open_model(
