@@ -46,6 +46,7 @@ class FakeOptions:
     latent_norm_eps: float | None = None
     strict: bool = False
     disable: tuple[str, ...] = ()
+    fail_after: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

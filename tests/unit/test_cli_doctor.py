@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import resource
+import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from picaflor import cli
 from picaflor.cli import doctor
 from picaflor.cli.doctor import Check
+from picaflor.runtime import builtin
 
 TOKENS = {"scalar": (1, 2, 3), "avx2": (1, 2, 3), "avx512": (1, 2, 4)}
 
@@ -78,6 +82,12 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 1
     assert checks["model.files"].status == "fail"
     assert checks["model.files"].detail == f"model {tmp_path / 'none'}: no such directory"
+    assert checks["model.files"].remedy.startswith("name an existing directory")
+    assert "model.tokenizer" not in checks
+    file = tmp_path / "file"
+    file.touch()
+    code, checks = by_id(str(file), capsys=capsys)
+    assert checks["model.files"].detail == f"{file}: is a file, expected a directory"
 
 
 def test_a_directory_without_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -93,5 +103,113 @@ def test_words_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert lines[0].startswith("ok    python           Python 3.")
     failed = [number for number, line in enumerate(lines) if line.startswith("fail")]
     assert len(failed) == 2
-    for number in failed:
-        assert lines[number + 1].strip().startswith("-> run picaflor inspect MODEL")
+    assert lines[failed[0] + 1].strip().startswith("-> name an existing directory that holds config.json")
+    assert lines[failed[1] + 1].strip().startswith("-> copy tokenizer.json from where")
+    assert not any("transformers" in line for line in lines)
+
+
+Tensors = dict[str, tuple[dict[str, Any], bytes]]
+
+
+def model_with(
+    folder: Path, *, config: Callable[[dict[str, Any]], None] = lambda values: None, change: Callable[[Tensors], None]
+) -> Path:
+    """The built-in model with other config values and other tensors."""
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (folder / name).symlink_to(builtin.folder() / name)
+    values = json.loads((builtin.folder() / "config.json").read_text())
+    config(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    shard = "model-00001-of-00001.safetensors"
+    data = (builtin.folder() / shard).read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    metadata, body = header.pop("__metadata__"), data[8 + length :]
+    tensors = {name: (entry, body[slice(*entry["data_offsets"])]) for name, entry in header.items()}
+    change(tensors)
+    place, entries = 0, {"__metadata__": metadata}
+    for name, (entry, content) in tensors.items():
+        entries[name] = entry | {"data_offsets": [place, place + len(content)]}
+        place += len(content)
+    text = json.dumps(entries).encode()
+    (folder / shard).write_bytes(struct.pack("<Q", len(text)) + text + b"".join(part for _, part in tensors.values()))
+    return folder
+
+
+def without_an_expert(tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".layers.3.mlp.experts.7." in name]:
+        del tensors[name]
+
+
+def shorter(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        entry, content = tensors[name]
+        tensors[name] = (entry | {"shape": [entry["shape"][0] - 1]}, content[:-4])
+
+    return change
+
+
+def same(tensors: Tensors) -> None:
+    return
+
+
+def test_a_rewritten_model_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, checks = by_id(str(model_with(tmp_path, change=same)), capsys=capsys)
+    assert code == 0
+    detail = checks["model.files"].detail
+    assert detail == "glm_moe_dsa, 1390 tensors in 1 file, 17.5 MiB; every tensor it needs is there"
+    assert checks["model.tokenizer"].detail == "tokenizer read, chat template read"
+
+
+@pytest.mark.parametrize(
+    ("values", "change", "detail", "remedy"),
+    [
+        ({}, without_an_expert, "model.layers.3.mlp.experts.7.gate_proj.weight", "picaflor inspect MODEL lists"),
+        (
+            {},
+            shorter("model.norm.weight"),
+            "F32 of shape [255]; expected F32, BF16 or F16 of [256]",
+            "are of different",
+        ),
+        ({}, shorter("lm_head.weight.qs"), "lm_head.weight", "fetch the file named here again"),
+        ({"model_type": "unheard_of"}, same, "unheard_of", "this version does not run this model"),
+        ({"hidden_size": 320}, same, "model.embed_tokens.weight", "are of different models"),
+    ],
+    ids=["an expert is gone", "short norm", "short scales", "unknown family", "another hidden size"],
+)
+def test_a_model_that_cannot_load_fails(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    values: dict[str, Any],
+    change: Callable[[Tensors], None],
+    detail: str,
+    remedy: str,
+) -> None:
+    folder = model_with(tmp_path, config=lambda found: found.update(values), change=change)
+    code, checks = by_id(str(folder), capsys=capsys)
+    assert code == 1
+    assert checks["model.files"].status == "fail"
+    assert detail in checks["model.files"].detail
+    assert remedy in checks["model.files"].remedy
+    assert checks["model.tokenizer"].status == "ok"
+
+
+def test_a_tokenizer_of_another_kind_has_a_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model_with(tmp_path, change=same)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text("{}")
+    code, checks = by_id(str(tmp_path), capsys=capsys)
+    assert code == 1
+    assert checks["model.tokenizer"].detail == f"{tmp_path}: tokenizer.json is missing, found vocab.json"
+    assert "AutoTokenizer" in checks["model.tokenizer"].remedy
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model_with(tmp_path, change=same)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    values["added_tokens"].append({**values["added_tokens"][-1], "id": 4096, "content": "<|one more|>"})
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    code, checks = by_id(str(tmp_path), capsys=capsys)
+    assert code == 1
+    assert "the largest token id is 4096; the model has 4096 ids" in checks["model.tokenizer"].detail

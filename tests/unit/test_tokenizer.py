@@ -142,7 +142,9 @@ def test_a_missing_file_says_what_is_there_and_what_makes_it(tmp_path: Path, fil
         Tokenizer.open(tmp_path, family="glm_moe_dsa")
     text = str(caught.value)
     assert text.startswith(f"{tmp_path}: tokenizer.json is missing, ")
-    assert "model family glm_moe_dsa; accepted: a byte-level tokenizer.json; to make it: python -c" in text
+    way = "to make it: python -c" if files else "copy tokenizer.json from where the model's weights came from"
+    assert f"model family glm_moe_dsa; accepted: a byte-level tokenizer.json; {way}" in text
+    assert ("AutoTokenizer" in text) == bool(files)
     assert "\n" not in text
 
 

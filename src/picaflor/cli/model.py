@@ -27,6 +27,11 @@ _PATH_START = ("/", "./", "../", "~/")
 _PROGRESS_PERIOD_S = 0.1
 
 
+def counted(number: int, noun: str) -> str:
+    """As "1 file", "2 files"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def looks_like_model(word: str) -> bool:
     """An existing path, a word that can only be one, or `org/name` as a hub writes it."""
     if word == STDIN or not word:

@@ -122,15 +122,22 @@ class Detokenizer:
         return self._decoder.decode(b"", True)
 
 
-def _missing(directory: Path, family: str) -> str:
+def missing_file(directory: Path) -> tuple[str, str]:
+    """(what is wrong, how to mend it) for a folder without tokenizer.json."""
     found = sorted(path.name for pattern in _OTHER_FILES for path in directory.glob(pattern))
+    if not found:
+        fault = f"{directory}: {FILE} is missing, found no tokenizer file at all"
+        return fault, f"copy {FILE} from where the model's weights came from into {directory}"
     kind = " (a tiktoken vocabulary)" if any("tiktoken" in name for name in found) else ""
-    here = f"found {', '.join(found)}{kind}" if found else "found no tokenizer file at all"
-    return (
-        f"{directory}: {FILE} is missing, {here}; model family {family}; accepted: a byte-level {FILE}; to make it: "
-        f"python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{directory}')"
+    return f"{directory}: {FILE} is missing, found {', '.join(found)}{kind}", (
+        f"to make it: python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{directory}')"
         f".save_pretrained('{directory}')\""
     )
+
+
+def _missing(directory: Path, family: str) -> str:
+    fault, remedy = missing_file(directory)
+    return f"{fault}; model family {family}; accepted: a byte-level {FILE}; {remedy}"
 
 
 def _read_text(path: Path) -> str:
