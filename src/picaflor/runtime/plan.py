@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Vector, Weight
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.container.index import Container
-from picaflor.container.types import Matrix
-from picaflor.errors import UnsupportedConfig, UnsupportedKernel, UsageError
+from picaflor.container.types import Matrix, Span
+from picaflor.errors import BadContainer, UnsupportedConfig, UnsupportedKernel, UsageError
 from picaflor.formats import REGISTRY
+from picaflor.formats.base import F32
 from picaflor.formats.kv import get as kv_format
 from picaflor.models.base import DraftForward, Forward, Model, Scope
 from picaflor.models.config import Notices
@@ -160,7 +161,7 @@ class _Residents:
         self._weights: dict[str, Weight] = {}
         self._vectors: dict[str, Vector] = {}
         self._planes: dict[tuple[tuple[int, int, int], ...], tuple[NDArray[np.uint8], ...]] = {}
-        self._fills: list[tuple[Any, NDArray[np.uint8]]] = []
+        self._fills: list[tuple[Span, NDArray[np.uint8], str]] = []
 
     @property
     def nbytes(self) -> int:
@@ -187,14 +188,17 @@ class _Residents:
     def read_vectors(self, container: Container) -> None:
         """Read all vectors."""
         for name, info in self._index.vectors.items():
-            self._vectors[name] = self._backend.vector(name, container.read_float(info.name, info.shape))
+            values = container.read_float(info.name, info.shape)
+            _check_finite(info.name, values)
+            self._vectors[name] = self._backend.vector(name, values)
 
     def _memory(self, matrix: Matrix) -> tuple[NDArray[np.uint8], ...]:
         """One array per plane, shared by matrices that lie on the same bytes (a tied head)."""
         key = tuple((span.shard, span.offset, span.nbytes) for span in matrix.spans)
         if key not in self._planes:
             self._planes[key] = tuple(self._backend.allocate(span.nbytes) for span in matrix.spans)
-            self._fills.extend(zip(matrix.spans, self._planes[key], strict=True))
+            checked = [matrix.name if plane.dtype == np.float32 else "" for plane in REGISTRY[matrix.format].planes]
+            self._fills.extend(zip(matrix.spans, self._planes[key], checked, strict=True))
         return self._planes[key]
 
     def memory(self) -> list[NDArray[np.uint8]]:
@@ -202,14 +206,28 @@ class _Residents:
         return [plane for planes in self._planes.values() for plane in planes]
 
     def read_all(self, container: Container, progress: Progress) -> None:
-        """Read every matrix that was bound, in file order. Raises ReadFailed."""
-        total = sum(span.nbytes for span, _ in self._fills)
+        """Read every matrix that was bound, in file order; scales and float32 weights must be finite.
+
+        One NaN there would change a router's choice or a text without a word. Raises ReadFailed, BadContainer.
+        """
+        total = sum(span.nbytes for span, _, _ in self._fills)
         done = 0
-        for span, memory in sorted(self._fills, key=lambda fill: (fill[0].shard, fill[0].offset)):
+        for span, memory, name in sorted(self._fills, key=lambda fill: (fill[0].shard, fill[0].offset)):
             container.read_into(span, memory.data[: span.nbytes])
+            if name:
+                _check_finite(name, memory[: span.nbytes].view(np.float32))
             done += span.nbytes
             progress("loading resident weights", done, total)
         self._fills.clear()
+
+
+def _check_finite(name: str, values: F32) -> None:
+    """Raises BadContainer where a scale or a float weight is NaN or infinite."""
+    if not np.isfinite(values).all():
+        bad = values.size - int(np.isfinite(values).sum())
+        raise BadContainer(
+            f"{name}: {bad} of {values.size} scales or weights are NaN or infinite; expected finite ones"
+        )
 
 
 def _padded(nbytes: int) -> int:
