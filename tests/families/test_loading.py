@@ -139,6 +139,16 @@ def test_a_tied_head_equals_a_copy_of_the_embedding(tmp_path: Path, source: Path
     assert "lm_head.weight" in refusal(missing)
 
 
+def test_a_stored_head_beside_a_tie_is_used_and_said(tmp_path: Path) -> None:
+    path = rewrite(QWEN, tmp_path, lambda tensors: tensors, config={"tie_word_embeddings": True})
+    assert (logits(path) == logits(QWEN)).all()
+    notices = Notices()
+    with Container.open(path) as container:
+        open_model(container, notices=notices)
+    assert len(notices.messages) == 1
+    assert "lm_head.weight is stored too: the stored head is used" in notices.messages[0]
+
+
 @pytest.mark.parametrize(
     ("prefix", "head"),
     [("model.language_model.", "lm_head.weight"), ("language_model.model.", "language_model.lm_head.weight")],

@@ -161,6 +161,11 @@ def load_index(
             vectors[part.name] = loader.vector(part)
         elif isinstance(part, ExpertSpec):
             experts.setdefault(part.layer, []).append(loader.expert(part))
+    if model.tied and "lm_head.weight" in loader.names:
+        (notices or Notices()).note(
+            "config.json says that head and embedding are one (tie_word_embeddings) and lm_head.weight is stored too: "
+            "the stored head is used"
+        )
     unused = _unused(loader, model)
     for message, names in loader.doubts.items():
         more = f" (so are {len(names) - 1} more tensors)" if len(names) > 1 else ""
