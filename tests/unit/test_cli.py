@@ -478,6 +478,11 @@ def child_environment() -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": "/nowhere"}
 
 
+def default_interrupt() -> None:
+    """For a child: a test run in the background ignores Ctrl-C, and its children would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 FAKED = """
 import sys, time
 sys.path.insert(0, {tests!r})
@@ -496,7 +501,9 @@ sys.exit(main({words!r}))
 def spawn(script: str, *words: str, **values: Any) -> subprocess.Popen[bytes]:
     code = FAKED.format(tests=str(Path(__file__).parent), script=script, words=list(words))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **values}
-    return subprocess.Popen([sys.executable, "-c", code], env=child_environment(), **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env=child_environment(), preexec_fn=default_interrupt, **pipes
+    )
 
 
 def test_reader_that_leaves_is_no_error() -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import child_environment
+from test_cli import child_environment, default_interrupt
 
 from picaflor.cli.model import DEMO_LINE
 from picaflor.runtime.builtin import folder
@@ -94,7 +94,12 @@ def test_chat_answers() -> None:
 def test_interrupt_while_it_writes() -> None:
     command = [sys.executable, "-m", "picaflor", "run", PROMPT, "--seed", "7", "-n", "4000"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=child_environment(),
+        preexec_fn=default_interrupt,
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None
