@@ -101,8 +101,12 @@ def test_a_disabled_kernel_gives_the_same_bits_and_one_line(disable: str, line: 
     warnings: list[str] = []
     with opened(disable=(disable,), warnings=warnings) as engine:
         found = np.concatenate([np.array(part) for part in engine.forward_logits(IDS)])
-        fallbacks = engine.record().fallbacks
+        fallbacks, kernels = engine.record().fallbacks, engine.record().kernels
     assert same_bits(found, scalar_logits)
+    assert {name: count for name, count in kernels.items() if name.startswith("cpu-scalar")} == {
+        name.replace("cpu.", "cpu-scalar.", 1): count for name, count in fallbacks.items()
+    }
+    assert not set(kernels) & set(fallbacks)
     assert any(line in text for text in warnings), warnings
     assert len(warnings) == len(fallbacks) == (3 if disable == "cpu.matmul" else 1)
     assert all(name.startswith(disable) and count > 0 for name, count in fallbacks.items())

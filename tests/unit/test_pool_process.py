@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import child_environment
+from test_cli import child_environment, default_interrupt
 
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.threads import default_threads
@@ -86,7 +86,12 @@ def test_a_child_of_fork_decodes_and_so_does_its_parent(slots: int) -> None:
 def test_an_interrupt_while_decoding_ends_the_run(words: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "picaflor", "run", "Once upon a time", "-n", "3000", "--seed", "1", *words]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=child_environment(), bufsize=0
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=child_environment(),
+        bufsize=0,
+        preexec_fn=default_interrupt,
     ) as run:
         assert run.stdout is not None
         try:

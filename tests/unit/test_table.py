@@ -65,7 +65,7 @@ def test_selection_counts_what_runs() -> None:
     for _ in range(3):
         table.select("matmul", "a", "cpu")
     table.select("matmul", "b", "cpu")
-    assert dict(table.engaged) == {("matmul", "a"): 3, ("matmul", "b"): 1}
+    assert dict(table.engaged) == {"cpu.matmul.a": 3, "cpu.matmul.b": 1}
 
 
 def test_a_waived_cell_falls_back_counts_and_is_named_once() -> None:
@@ -79,6 +79,7 @@ def test_a_waived_cell_falls_back_counts_and_is_named_once() -> None:
     for _ in range(2):
         table.announce()
     assert table.fallbacks == {"gpu.matmul.a": 7}
+    assert table.engaged == {"cpu.matmul.a": 7}
     assert notices == [
         "gpu.matmul.a is waived to cpu: no kernel yet; used for model.layers.*.q_proj.weight in 3 layers, "
         "model.layers.*.o_proj.weight in 3 layers, lm_head.weight; to cure: --backend cpu"
@@ -212,7 +213,7 @@ def test_a_backend_opens_with_what_it_is_told() -> None:
         recorder.matmul(recorder.rows(32), weight, recorder.rows(2))
     table = recorder.rows(32)
     recorder.embed(weight, table)  # its rows can still be read
-    assert dict(backend.table.engaged) == {("rows", "int4-row"): 1}
+    assert dict(backend.table.engaged) == {"cpu.rows.int4-row": 1}
     with pytest.raises(UnsupportedKernel, match="cpu has no cell for matmul on int5; declared: f32, bf16"):
         backend.weight("w", "int5", (2, 32), 0, planes)
     with pytest.raises(ValueError, match=r"w: planes of \[32, 8\] bytes, int4-row 3x32 has \[48, 12\]"):
@@ -243,10 +244,11 @@ def test_a_stale_table_is_named_and_written_anew(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     page = tmp_path / "docs" / "backends.md"
+    assert _gen(root=tmp_path).returncode == 0
     right = page.read_text()
-    row = "| int3-g64 | composed | composed |"
+    row = "| f32 | native | native |"
     assert right.count(row) == 2
-    page.write_text(right.replace(row, "| int3-g64 | native | native |", 1))
+    page.write_text(right.replace(row, "| f32 | composed | native |", 1))
     done = _gen("--check", root=tmp_path)
     assert (done.returncode, done.stderr) == (
         1,

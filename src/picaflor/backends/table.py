@@ -58,14 +58,14 @@ class Cell:
 class CapabilityTable:
     """All cells, and what was used of them.
 
-    `engaged` counts per (operation, format) how often a cell was selected, `fallbacks` per cell name how often another
-    was used instead. `notice` gets one line for each fallback, once: when `announce` is called after a recording, so
+    `engaged` counts per cell name how often a recorded operation got this cell, `fallbacks` how often another was used
+    instead of it. `notice` gets one line for each fallback, once: when `announce` is called after a recording, so
     that the line can tell all tensors, or at once for calls that fail while running.
     """
 
     strict: bool = False
     notice: Callable[[str], None] | None = None
-    engaged: Counter[tuple[str, str]] = field(default_factory=Counter)
+    engaged: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     _cells: dict[Key, Cell] = field(default_factory=dict)
     _spares: dict[str, str] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class CapabilityTable:
         for waived in passed:
             self.fallbacks[waived.name] += 1
             self._pending.setdefault(waived, []).append(what)
-        self.engaged[op, format_name] += 1
+        self.engaged[cell.name] += 1
         return cell
 
     def failed(self, backend: str, call: str, *, reason: str, instead: str, cure: str) -> None:

@@ -388,7 +388,7 @@ class Engine:
             readers=plan.read_threads if store is not None else 0,
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
-            kernels={f"{plan.backend.name}.{op}.{name}": n for (op, name), n in plan.backend.table.engaged.items()},
+            kernels=dict(plan.backend.table.engaged),
             fallbacks=dict(plan.backend.table.fallbacks),
             warnings=tuple(self._warnings),
         )
