@@ -111,8 +111,25 @@ def test_unknown_time_class_is_refused() -> None:
 def test_empty_record_divides_nothing() -> None:
     figures = as_json(Record(model="none"))
     assert figures["verdict"] == "nothing measured"
-    assert figures["decode"]["tokens_per_s"] == 0.0
-    assert figures["decode"]["hit_rate"] == 0.0
+    assert figures["decode"]["tokens_per_s"] is None
+    assert figures["decode"]["hit_rate"] is None
+    assert set(figures["decode"]["shares"].values()) == {None}
+    assert (figures["load_s"], figures["first_token_s"]) == (None, None)
+
+
+def test_what_was_not_measured_is_null_and_what_was_zero_is_zero() -> None:
+    figures = RECORD.to_json()
+    prefill, decode = figures["prefill"], figures["decode"]
+    for name in ("steps", "step_p50_s", "step_p90_s", "step_p99_s", "step_max_s", "weight_bytes", "hit_rate"):
+        assert prefill[name] is None, name
+        assert decode[name] is not None, name
+    assert (prefill["loads"], prefill["read_bytes"], prefill["read_busy_s"]) == (0, 0, 0.0)
+    assert prefill["read_bytes_per_s"] is None
+    assert (decode["steps"], decode["joined"]) == (50, 0)
+    unmeasured = replace(DECODE, read_busy_s=0.0).to_json(moe_layers=0)
+    assert (unmeasured["read_busy_s"], unmeasured["read_bytes_per_s"]) == (None, None)
+    assert unmeasured["loads_per_layer"] is None
+    assert replace(DECODE, hits_pinned=0, hits_lru=0).to_json(moe_layers=1)["hit_rate"] == 0.0
 
 
 def test_disk_verdict_has_the_ceiling() -> None:
@@ -187,6 +204,7 @@ def test_report_lines() -> None:
     assert table["setup"] == (
         "cpu, avx512, standard, 2 threads, context 4096, temperature 0.7, top-p 0.9, seed 7, loaded in 1.50 s"
     )
+    assert "standard, 1 thread, context" in dict(rows(replace(RECORD, threads=1)))["setup"]
     assert table["prefill"] == "12 tokens in 0.200 s, 60.0 tok/s, first token after 0.250 s"
     assert table["decode"] == "50 tokens in 5.000 s, 10.0 tok/s, ended by length"
     assert table["latency"] == "p50 74.00 ms, p90 94.00, p99 99.00, max 99.00"
@@ -221,6 +239,10 @@ def test_printed_report_has_every_row_and_no_markup() -> None:
     for part in ("warning", "[odd] name", "second", "a->b 3", "disk-bound"):
         assert part in text
     assert "\x1b" not in text
+    lines = text.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert len(lines) == len(rows(RECORD)) + 3
+    assert len({line.index(word) for line in lines for word in ("second", "mid, glm") if word in line}) == 1
 
 
 def test_physical_read_bytes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import click
 
 from picaflor import __version__
 from picaflor import settings as table
-from picaflor.cli.model import Progress, open_engine
+from picaflor.cli.model import Progress, counted, open_engine
 from picaflor.errors import UsageError
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
@@ -111,10 +111,10 @@ def _print(record: dict[str, Any]) -> None:
         f" tokens ({record['tokens_per_s_min']:.2f} to {record['tokens_per_s_max']:.2f});"
         f" step p50 {1e3 * record['step_p50_s']:.2f} ms, p99 {1e3 * record['step_p99_s']:.2f} ms"
     )
-    print(
-        f"{record['backend']} {record['isa']}, {record['threads']} threads, {record['precision']};"
-        f" hit rate {record['hit_rate']:.1%}, {format_bytes(round(record['disk_bytes_per_token']))} from disk per token"
-    )
+    setup = f"{record['backend']} {record['isa']}, {counted(record['threads'], 'thread')}, {record['precision']}"
+    if record["hit_rate"] is not None:
+        setup += f"; hit rate {record['hit_rate']:.1%}"
+    print(f"{setup}; {format_bytes(round(record['disk_bytes_per_token'] or 0))} from disk per token")
     print(
         f"weights per token {format_bytes(record['bytes_per_token'])}, memory read at"
         f" {record['read_bytes_per_s'] / 1e9:.1f} GB/s: floor {record['floor_tokens_per_s']:.1f} tokens/s,"

@@ -25,6 +25,11 @@ def _ratio(top: float, bottom: float) -> float:
     return top / bottom if bottom else 0.0
 
 
+def _measured(top: float, bottom: float) -> float | None:
+    """A rate, or None where there is nothing to divide by."""
+    return top / bottom if bottom else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """Prefill or decode: tokens, time and expert traffic.
@@ -86,32 +91,34 @@ class Phase:
         return shares
 
     def to_json(self, *, moe_layers: int) -> dict[str, Any]:
-        """All figures, counted and derived, by the names of names.py."""
-        loads_per_token = _ratio(self.loads, self.tokens)
+        """All figures, counted and derived, by the names of names.py; None for what was not measured."""
+        timed = bool(self.step_s)
+        loads_per_token = _measured(self.loads, self.tokens)
+        shares = self.shares()
         return {
             "tokens": self.tokens,
-            "wall_s": self.wall_s,
-            "tokens_per_s": self.tokens_per_s,
-            "steps": len(self.step_s),
-            "step_p50_s": percentile(self.step_s, 50),
-            "step_p90_s": percentile(self.step_s, 90),
-            "step_p99_s": percentile(self.step_s, 99),
-            "step_max_s": max(self.step_s, default=0.0),
+            "wall_s": self.wall_s or None,
+            "tokens_per_s": _measured(self.tokens, self.wall_s),
+            "steps": len(self.step_s) if timed or not self.tokens else None,
+            "step_p50_s": percentile(self.step_s, 50) if timed else None,
+            "step_p90_s": percentile(self.step_s, 90) if timed else None,
+            "step_p99_s": percentile(self.step_s, 99) if timed else None,
+            "step_max_s": max(self.step_s) if timed else None,
             "hits_pinned": self.hits_pinned,
             "hits_lru": self.hits_lru,
             "joined": self.joined,
             "loads": self.loads,
-            "hit_rate": self.hit_rate,
+            "hit_rate": self.hit_rate if self.wanted else None,
             "loads_per_token": loads_per_token,
-            "loads_per_layer": _ratio(loads_per_token, moe_layers),
+            "loads_per_layer": None if loads_per_token is None else _measured(loads_per_token, moe_layers),
             "read_bytes": self.read_bytes,
-            "read_bytes_per_token": self.read_bytes_per_token,
+            "read_bytes_per_token": _measured(self.read_bytes, self.tokens),
             "read_service_s": self.read_service_s,
-            "read_busy_s": self.read_busy_s,
-            "read_bytes_per_s": self.read_bytes_per_s,
+            "read_busy_s": self.read_busy_s if self.read_busy_s or not self.read_bytes else None,
+            "read_bytes_per_s": _measured(self.read_bytes, self.read_busy_s),
             "read_wait_s": self.read_wait_s,
-            "weight_bytes": self.weight_bytes,
-            "shares": self.shares(),
+            "weight_bytes": self.weight_bytes if self.weight_bytes or not self.tokens else None,
+            "shares": shares if any(shares.values()) else dict.fromkeys(shares),
         }
 
 
@@ -163,7 +170,7 @@ class Record:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """All figures by the names of names.py, ready for json.dumps; report.py adds the verdict."""
+        """All figures by the names of names.py, None for what was not measured; report.py adds the verdict."""
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
@@ -171,6 +178,8 @@ class Record:
         }
         return {
             **plain,
+            "load_s": self.load_s or None,
+            "first_token_s": self.first_token_s or None,
             "prefill": self.prefill.to_json(moe_layers=self.moe_layers),
             "decode": self.decode.to_json(moe_layers=self.moe_layers),
             "memory": self.memory.to_json(),

@@ -14,8 +14,6 @@ from picaflor.telemetry.verdict import verdict
 
 TAIL_SAMPLES = 32
 TAIL_FACTOR = 3
-UNBROKEN = 10_000
-"""Columns where no terminal folds the lines."""
 
 
 def rows(record: Record) -> list[tuple[str, str]]:
@@ -53,7 +51,12 @@ def as_json(record: Record) -> dict[str, Any]:
 
 
 def print_report(record: Record, stream: TextIO) -> None:
-    """Print all rows to `stream`, aligned, with colour on a terminal that has it."""
+    """Print all rows to `stream`, aligned; folded and with colour on a terminal, one plain line each elsewhere."""
+    lines = rows(record)
+    if not stream.isatty():
+        width = max(len(label) for label, _ in lines)
+        stream.writelines(f"{label:<{width}}  {' '.join(text.splitlines())}".rstrip() + "\n" for label, text in lines)
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -61,9 +64,9 @@ def print_report(record: Record, stream: TextIO) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, text in rows(record):
+    for label, text in lines:
         table.add_row(label, Text(text))
-    Console(file=stream, highlight=False, width=None if stream.isatty() else UNBROKEN).print(table)
+    Console(file=stream, highlight=False).print(table)
 
 
 def _decimal(size: float) -> str:
@@ -71,7 +74,7 @@ def _decimal(size: float) -> str:
 
 
 def _setup(record: Record) -> str:
-    parts = [record.backend, record.isa, record.precision, f"{record.threads} threads"]
+    parts = [record.backend, record.isa, record.precision, f"{record.threads} thread{'s' * (record.threads != 1)}"]
     if record.context:
         parts.append(f"context {record.context}")
     if record.temperature is not None:
