@@ -11,10 +11,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from ops_support import batch
 from test_cli import child_environment
 
 import picaflor._native as _native
+from picaflor.backends.cpu.backend import open_backend
 from picaflor.errors import UnsupportedKernel
+from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
 from picaflor.runtime.builtin import folder
 from picaflor.runtime.engine import Engine, EngineOptions
@@ -205,3 +208,48 @@ def test_an_instruction_set_that_is_asked_for_is_never_replaced(isa: str) -> Non
     else:
         assert (done.returncode, done.stdout) == (2, "")
         assert f"instruction set {isa} is not available" in done.stderr
+
+
+# every format on its own
+
+
+def products(format_name: str, **options: object) -> tuple[F32, dict[str, int]]:
+    """`[3, 24]`: a matrix of this format, hard samples for weights, times three rows; and what fell back."""
+    form = REGISTRY[format_name]
+    group = form.group_sizes[0] if form.group_sizes else 0
+    rng = np.random.default_rng(5)
+    device = open_backend(threads=2, **options)  # type: ignore[arg-type]
+    planes = []
+    for plane in form.sample(rng, 24, 160, group):
+        raw = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
+        memory = device.allocate(raw.nbytes)
+        memory[:] = raw
+        planes.append(memory)
+    weight = device.weight("w", format_name, (24, 160), group, planes)
+    recorder = device.recorder(max_rows=3, max_outputs=3, page_tokens=16, pages=1)
+    x, out = recorder.rows(160), recorder.rows(24)
+    recorder.matmul(x, weight, out)
+    program = recorder.finish()
+    program.write(x, rng.standard_normal((3, 160)).astype(np.float32))
+    program.run(batch([0, 1, 2]))
+    return np.array(program.view(out, 3)), dict(device.table.fallbacks)
+
+
+@pytest.mark.parametrize("format_name", REGISTRY)
+def test_a_fallback_is_right_or_refused_for_every_format(format_name: str) -> None:
+    wanted, none = products(format_name)
+    assert none == {}
+    assert np.abs(wanted).max() > 0
+    for options, counts in (
+        ({"disable": [f"cpu.matmul.{format_name}"]}, {f"cpu.matmul.{format_name}": 1}),
+        ({"disable": ["cpu.matmul"]}, {f"cpu.matmul.{format_name}": 1}),
+        ({"fail_after": 0}, {"cpu.segment": 1}),
+        ({"isa": "scalar"}, {}),
+    ):
+        found, fallbacks = products(format_name, **options)
+        assert same_bits(found, wanted), options
+        assert fallbacks == counts
+    with pytest.raises(UnsupportedKernel, match=rf"w: cpu-scalar\.matmul\.{format_name} is refused"):
+        products(format_name, disable=["cpu.matmul", "cpu-scalar.matmul"])
+    with pytest.raises(UnsupportedKernel, match=rf"w: cpu\.matmul\.{format_name} is waived to cpu-scalar: .*--strict"):
+        products(format_name, disable=["cpu.matmul"], strict=True)
