@@ -13,17 +13,19 @@ import click
 
 from picaflor import __version__
 from picaflor import settings as table
+from picaflor.cli.model import counted
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.settings import Settings
 
 RECORD_VERSION = 1
+DEFAULT_GROUP_SIZE = 64
 
 
 @click.command()
 @click.option("--format", "format_name", default="int4-grouped", help="Weight format. Default: int4-grouped.")
 @click.option("--rows", type=click.IntRange(min=1, max=1 << 20), default=2048, help="Outputs. Default: 2048.")
 @click.option("--cols", type=click.IntRange(min=1, max=1 << 20), default=6144, help="Inputs. Default: 6144.")
-@click.option("--group-size", type=click.IntRange(min=0), default=64, help="Of int4-grouped. Default: 64.")
+@click.option("--group-size", type=click.IntRange(min=1), help="Weights per scale of int4-grouped. Default: 64.")
 @click.option("--tokens", type=click.IntRange(min=1, max=4096), default=1, help="Rows of x. Default: 1.")
 @click.option("--megabytes", type=click.IntRange(min=1), default=520, help="Weights to rotate over. Default: 520.")
 @click.option("--repeats", type=click.IntRange(min=1), default=9, help="Measured repeats. Default: 9.")
@@ -33,7 +35,7 @@ def command(
     format_name: str,
     rows: int,
     cols: int,
-    group_size: int,
+    group_size: int | None,
     tokens: int,
     megabytes: int,
     repeats: int,
@@ -48,14 +50,15 @@ def command(
         raise UsageError(f"--format {format_name}: not a weight format; accepted: {', '.join(formats.REGISTRY)}")
     kernels = backend_part("cpu", "kernels")
     sizes = formats.REGISTRY[format_name].group_sizes
-    if sizes and group_size not in sizes:
-        raise UsageError(f"--group-size {group_size}: {format_name} has {', '.join(map(str, sizes))}")
+    if group_size is not None and group_size not in sizes:
+        known = f"accepted: {', '.join(map(str, sizes))}" if sizes else "it has none to choose"
+        raise UsageError(f"--group-size {group_size}: no group size of {format_name}; {known}")
     most = settings.threads or backend_part("cpu", "threads").default_threads()
     what = kernels.KernelBenchmark(
         format=format_name,
         rows=rows,
         cols=cols,
-        group_size=group_size if sizes else 0,
+        group_size=(group_size or DEFAULT_GROUP_SIZE) if sizes else 0,
         tokens=tokens,
         planes=kernels.PLANES[settings.precision],
         total_bytes=megabytes * 1_000_000,
@@ -90,7 +93,7 @@ def _record(result: dict[str, Any], settings: Settings, note: str) -> dict[str, 
 def _table(what: Any, record: dict[str, Any]) -> str:
     size = f" {what.group_size}" if what.group_size else ""
     lines = [
-        f"{what.format}{size} [{what.rows}, {what.cols}], {what.tokens} row(s) of x, {record['precision']}, "
+        f"{what.format}{size} [{what.rows}, {what.cols}], {counted(what.tokens, 'row')} of x, {record['precision']}, "
         f"{record['isa']}; x prepared in {record['prepare_us']:.1f} us",
         "threads   read GB/s   kernel GB/s (min..max)   ratio   CPU/wall",
     ]
