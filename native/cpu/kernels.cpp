@@ -16,9 +16,7 @@ XSpec x_spec(const Weight& weight, int32_t planes) {
   if (group == 0) {
     return {0, 0, false, XLayout::natural, weight.cols};
   }
-  const bool nibbles = weight.format == FormatId::int4_row || weight.format == FormatId::int4_grouped ||
-                       weight.format == FormatId::mxfp4;
-  return {planes, group, kActivationRotated[index], nibbles ? XLayout::nibbles : XLayout::natural, weight.cols};
+  return {planes, group, kActivationRotated[index], layout_of(weight.format), weight.cols};
 }
 
 void check_weight(const Weight& w) {
@@ -54,28 +52,40 @@ int64_t plane_bytes(const Weight& w, int plane) {
 
 namespace {
 
-bool cpu_has(const std::string& isa) {
+bool cpu_has(const KernelTable* table) {
+  if (table == nullptr || table == scalar_kernels()) {
+    return table != nullptr;
+  }
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
                     __builtin_cpu_supports("bmi2");
-  if (isa == "avx2") {
-    return avx2;
-  }
-  if (isa == "avx512") {
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
-  }
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni");
+  return table == avx2_kernels()     ? avx2
+         : table == avx512_kernels() ? avx512
+                                     : avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
+#else
+  return false;
 #endif
-  return isa == "scalar";
 }
 
 }  // namespace
 
+std::vector<const KernelTable*> kernel_tables() {
+  std::vector<const KernelTable*> found;
+  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels(), vbmi_kernels()}) {
+    if (cpu_has(table)) {
+      found.push_back(table);
+    }
+  }
+  return found;
+}
+
 std::vector<std::string> kernel_isas() {
   std::vector<std::string> found;
-  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels()}) {
-    if (table != nullptr && cpu_has(table->isa)) {
+  for (const KernelTable* table : kernel_tables()) {
+    if (found.empty() || found.back() != table->isa) {
       found.emplace_back(table->isa);
     }
   }
@@ -83,17 +93,15 @@ std::vector<std::string> kernel_isas() {
 }
 
 const KernelTable* kernels_for(const std::string& isa) {
-  const std::vector<std::string> known = kernel_isas();
-  const std::string wanted = isa == "auto" ? known.back() : isa;
+  const std::vector<const KernelTable*> tables = kernel_tables();
+  for (auto table = tables.rbegin(); table != tables.rend(); ++table) {
+    if (isa == "auto" || isa == (*table)->isa) {
+      return *table;
+    }
+  }
   std::string names;
-  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels()}) {
-    if (table == nullptr || !cpu_has(table->isa)) {
-      continue;
-    }
-    if (wanted == table->isa) {
-      return table;
-    }
-    names += names.empty() ? table->isa : std::string(", ") + table->isa;
+  for (const std::string& name : kernel_isas()) {
+    names += names.empty() ? name : ", " + name;
   }
   throw std::invalid_argument("instruction set " + isa + " is not available; this build on this machine has: " + names);
 }
@@ -101,6 +109,7 @@ const KernelTable* kernels_for(const std::string& isa) {
 #if !defined(__x86_64__)
 const KernelTable* avx2_kernels() { return nullptr; }
 const KernelTable* avx512_kernels() { return nullptr; }
+const KernelTable* vbmi_kernels() { return nullptr; }
 #endif
 
 int64_t x_stride(const XSpec& spec) { return XView(spec).stride; }

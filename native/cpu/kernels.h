@@ -54,7 +54,8 @@ void check_weight(const Weight& weight);
 // Exact bytes of a plane (0 codes, 1 scales) as the kernels read it.
 int64_t plane_bytes(const Weight& weight, int plane);
 
-// The instruction sets that this build has and this machine runs, slowest first.
+// The tables that this build has and this machine runs, slowest first; and the names of their instruction sets.
+std::vector<const KernelTable*> kernel_tables();
 std::vector<std::string> kernel_isas();
 
 // The table of one of them; "auto" is the fastest. Throws std::invalid_argument naming what there is.
@@ -63,5 +64,6 @@ const KernelTable* kernels_for(const std::string& isa);
 const KernelTable* scalar_kernels();
 const KernelTable* avx2_kernels();    // null where this build has none
 const KernelTable* avx512_kernels();  // null where this build has none
+const KernelTable* vbmi_kernels();    // avx512 with VBMI and GFNI, by the same name; null where this build has none
 
 }  // namespace picaflor

@@ -10,15 +10,16 @@
 namespace picaflor {
 inline namespace PICAFLOR_ISA {
 
-// sums[s][p] += codes of kWords words times the digits at x + s * stride, plane p 64 bytes after plane p - 1. The
-// digits of these words lie in one block.
-template <class Words, int kPlanes, int kTokens, int kWords>
+// sums[s][p] += codes of a piece of kUnits units at t times the digits at x + s * stride, plane p 64 bytes after plane
+// p - 1. The digits of a piece lie in one block.
+template <class Words, int kPlanes, int kTokens, int kUnits>
 PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t stride, Isa::Int (*sums)[kPlanes]) {
-  // Few chains of dependent sums: one more per term hides the latency.
-  constexpr bool kOwn = Words::kSplit || (!Isa::kPairs && kTokens * kPlanes <= 4);
-  constexpr int kSlots = kOwn ? Words::kTerms : 1;
-  constexpr int kChunk = Isa::kPairs ? std::min(kWords, Words::kPairWords) : kWords;
-  for (int begin = 0; begin < kWords; begin += kChunk) {
+  // Few chains of dependent sums: one more hides the latency.
+  constexpr bool kOwn = !Isa::kPairs && kTokens * kPlanes <= 4;
+  constexpr int kSlots = Words::slots(kOwn);
+  constexpr int kParts = Words::kSplit ? 2 : 1;  // registers per term
+  constexpr int kChunk = Isa::kPairs ? std::min(kUnits, Words::kPairUnits) : kUnits;
+  for (int begin = 0; begin < kUnits; begin += kChunk) {
     Isa::Int part[kTokens][kPlanes][kSlots];
     for (int s = 0; s < kTokens; ++s) {
       for (int p = 0; p < kPlanes; ++p) {
@@ -29,13 +30,14 @@ PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t strid
     }
 #pragma GCC unroll 16
     for (int j = begin; j < begin + kChunk; ++j) {
-      Isa::Int codes[Words::kTerms];
-      Words::template unpack<kOwn>(t[j], codes);
-      for (int k = 0; k < Words::kTerms; ++k) {
+      Isa::Int codes[Words::kTerms * kParts];
+      Words::template unpack<kOwn>(t, j, codes);
+      for (int k = 0; k < Words::kTerms * kParts; ++k) {
+        const int slot = Words::kSplit ? k : kSlots == 1 ? 0 : Words::slot(k);
         for (int s = 0; s < kTokens; ++s) {
           for (int p = 0; p < kPlanes; ++p) {
-            Isa::Int& sum = part[s][p][kSlots == 1 ? 0 : k];
-            sum = Isa::dot(sum, codes[k], x + s * stride + p * kBlock + 4 * (j * Words::kStep + Words::digit_word(k)));
+            Isa::Int& sum = part[s][p][slot];
+            sum = Isa::dot(sum, codes[k], x + s * stride + p * kBlock + 4 * (j * Words::kTerms + k / kParts));
           }
         }
       }
@@ -48,16 +50,18 @@ PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t strid
   }
 }
 
-// The loop of contracts.md over tiles of kLanes rows; kWords stored words at a time, a divisor of a group's words.
-template <class Words, int kPlanes, int kTokens, int kWords>
+// The loop of contracts.md over tiles of kLanes rows, a piece of kUnits units at a time; pieces divide a group.
+template <class Words, int kPlanes, int kTokens, int kUnits>
 void gemv(const Product& a) {
   constexpr int kLanes = Isa::kLanes;
-  constexpr int kInputs = 4 * Words::kStep;  // per word
+  constexpr int kInputs = 4 * Words::kTerms * kUnits;  // per piece
+  constexpr int kPieceWords = Words::piece_words(kUnits);
+  constexpr int kPieces = Words::kBlockWords / kPieceWords;  // per block
   const Weight& w = a.weight;
   const XView view(a.spec);
-  const int64_t words = round_up(groups_of(w.cols, kInputs), kWords);
-  const int64_t blocks = groups_of(words, kLanes);
-  const int64_t group_words = a.spec.group / kInputs;
+  const int64_t pieces = groups_of(w.cols, kInputs);
+  const int64_t blocks = groups_of(pieces, kPieces);
+  const int64_t group_pieces = a.spec.group / kInputs;
   const int32_t offset = code_offset(w.format);
   const bool row_scale = one_scale_per_row(w.format);
   const int8_t* digits = view.digit(a.x);
@@ -81,7 +85,7 @@ void gemv(const Product& a) {
       tile_scales(w, rows, 0, 1, scales[0], kLanes);
     }
     int64_t group = 0;
-    int64_t left = group_words;
+    int64_t left = group_pieces;
     const auto end_group = [&] {
       if (!row_scale && group % kLanes == 0) {
         tile_scales(w, rows, group, view.groups, scales[0], kLanes);
@@ -97,38 +101,37 @@ void gemv(const Product& a) {
         }
       }
       ++group;
-      left = group_words;
+      left = group_pieces;
     };
     for (int64_t block = 0; block < blocks; ++block) {
       next_codes.step<_MM_HINT_T1>();
       next_scales.step<_MM_HINT_T0>();
       Isa::Int t[kLanes];
-      Isa::load_words(rows.at, block * kLanes * 4, t);
-      const int64_t first = block * kLanes;
-      const int64_t count = std::min<int64_t>(kLanes, words - first);
-      const int64_t digit = first * Words::kStep;  // word of digits; sixteen are a block of one plane
+      Words::load(rows.at, block, t);
+      const int64_t first = block * kPieces;
+      const int64_t count = std::min<int64_t>(kPieces, pieces - first);
+      const int64_t digit = first * (kInputs / 4);  // word of digits; sixteen are a block of one plane
       const int8_t* start = digits + digit / 16 * (kBlock * kPlanes) + digit % 16 * 4;
       const auto piece = [&](int64_t j) __attribute__((always_inline)) {
-        const int64_t word = j * Words::kStep;
+        const int64_t word = j * (kInputs / 4);
         const int8_t* x = start + word / 16 * (kBlock * kPlanes) + word % 16 * 4;
-        dot_words<Words, kPlanes, kTokens, kWords>(t + j, x, view.stride, sums);
-        left -= kWords;
-        if (left == 0) {
+        dot_words<Words, kPlanes, kTokens, kUnits>(t + j * kPieceWords, x, view.stride, sums);
+        if (--left == 0) {
           end_group();
         }
       };
-      if (count == kLanes) {
+      if (count == kPieces) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kLanes; j += kWords) {
+        for (int j = 0; j < kPieces; ++j) {
           piece(j);
         }
       } else {
-        for (int64_t j = 0; j < count; j += kWords) {
+        for (int64_t j = 0; j < count; ++j) {
           piece(j);
         }
       }
     }
-    if (left != group_words) {
+    if (left != group_pieces) {
       end_group();
     }
     for (int s = 0; s < kTokens; ++s) {
@@ -142,47 +145,47 @@ using GemvFn = void (*)(const Product&);
 // How many of n rows the next pass takes.
 constexpr int64_t gemv_rows(int64_t n) { return n >= 8 ? 8 : n >= 6 ? 6 : n >= 4 ? 4 : n; }
 
-template <class Words, int kWords, int kPlanes>
+template <class Words, int kUnits, int kPlanes>
 GemvFn gemv_of_tokens(int64_t n) {
   switch (n) {
     case 1:
-      return gemv<Words, kPlanes, 1, kWords>;
+      return gemv<Words, kPlanes, 1, kUnits>;
     case 2:
-      return gemv<Words, kPlanes, 2, kWords>;
+      return gemv<Words, kPlanes, 2, kUnits>;
     case 3:
-      return gemv<Words, kPlanes, 3, kWords>;
+      return gemv<Words, kPlanes, 3, kUnits>;
     case 4:
-      return gemv<Words, kPlanes, 4, kWords>;
+      return gemv<Words, kPlanes, 4, kUnits>;
     case 6:
-      return gemv<Words, kPlanes, 6, kWords>;
+      return gemv<Words, kPlanes, 6, kUnits>;
     case 8:
-      return gemv<Words, kPlanes, 8, kWords>;
+      return gemv<Words, kPlanes, 8, kUnits>;
   }
   return nullptr;
 }
 
-template <class Words, int kWords>
+template <class Words, int kUnits>
 GemvFn gemv_of_planes(int32_t planes, int64_t n) {
   switch (planes) {
     case 1:
-      return gemv_of_tokens<Words, kWords, 1>(n);
+      return gemv_of_tokens<Words, kUnits, 1>(n);
     case 2:
-      return gemv_of_tokens<Words, kWords, 2>(n);
+      return gemv_of_tokens<Words, kUnits, 2>(n);
     case 3:
-      return gemv_of_tokens<Words, kWords, 3>(n);
+      return gemv_of_tokens<Words, kUnits, 3>(n);
   }
   return nullptr;
 }
 
-template <class Words, int kWords>
+template <class Words, int kUnits>
 GemvFn gemv_alone(int32_t planes) {
   switch (planes) {
     case 1:
-      return gemv<Words, 1, 1, kWords>;
+      return gemv<Words, 1, 1, kUnits>;
     case 2:
-      return gemv<Words, 2, 1, kWords>;
+      return gemv<Words, 2, 1, kUnits>;
     case 3:
-      return gemv<Words, 3, 1, kWords>;
+      return gemv<Words, 3, 1, kUnits>;
   }
   return nullptr;
 }
@@ -204,7 +207,9 @@ inline GemvFn find_gemv(FormatId format, const XSpec& spec, int64_t n) {
     case FormatId::int8_row:
       return gemv_of_planes<ByteWords<true>, 8>(spec.planes, n);
     case FormatId::int2_row:
+      return gemv_of_planes<Int2Words, 4>(spec.planes, n);
     case FormatId::int3_g64:
+      return gemv_of_planes<Int3Words, 2>(spec.planes, n);
     case FormatId::e8_iq3:
     case FormatId::f32:
     case FormatId::bf16:

@@ -27,11 +27,29 @@ struct Isa {
   PICAFLOR_INLINE static Int times256(Int a) { return _mm512_slli_epi32(a, 8); }
   PICAFLOR_INLINE static Int low_nibbles(Int v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
   PICAFLOR_INLINE static Int high_nibbles(Int v) { return low_nibbles(_mm512_srli_epi16(v, 4)); }
+  PICAFLOR_INLINE static Int masked(Int v, int8_t mask) { return _mm512_and_si512(v, _mm512_set1_epi8(mask)); }
+  // Bits move right inside 32 (left where kBits is negative).
+  template <int kBits>
+  PICAFLOR_INLINE static Int right(Int v) {
+    return kBits >= 0 ? _mm512_srli_epi32(v, kBits >= 0 ? kBits : 0) : _mm512_slli_epi32(v, kBits >= 0 ? 0 : -kBits);
+  }
+  // The bits of `mask` in each byte from a, the others from b.
+  PICAFLOR_INLINE static Int choose(int8_t mask, Int a, Int b) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8(mask), a, b, 0xCA);
+  }
   PICAFLOR_INLINE static Int high_in_place(Int v) { return _mm512_andnot_si512(_mm512_set1_epi8(15), v); }
   PICAFLOR_INLINE static Int flip_signs(Int v) { return _mm512_xor_si512(v, _mm512_set1_epi8(-128)); }
   PICAFLOR_INLINE static Int look_up(const uint8_t* table, Int nibbles) {
     const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(t), nibbles);
+  }
+
+  // half_e8m0 of kLanes bytes, as the bits of floats.
+  PICAFLOR_INLINE static Int half_powers(const uint8_t* p) {
+    const Int e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const Int normal = _mm512_slli_epi32(_mm512_sub_epi32(e, set(1)), 23);
+    const Int low = _mm512_mask_sllv_epi32(normal, _mm512_cmplt_epi32_mask(e, set(2)), set(0x00200000), e);
+    return _mm512_mask_mov_epi32(low, _mm512_cmpeq_epi32_mask(e, set(255)), set(0x7FC00000));
   }
 
   // sum += the four products of each lane's bytes with the four bytes at x.
@@ -57,12 +75,26 @@ struct Isa {
   PICAFLOR_INLINE static Float multiply(Float a, Float b) { return _mm512_mul_ps(a, b); }
   PICAFLOR_INLINE static Float fused(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
 
+  // Bytes 0, 2, 4, 6, 1, 3, 5, 7 of each eight that hold low bits, in two blocks of int3 side by side.
+  PICAFLOR_INLINE static Int int3_order(Int v) {
+    const __m128i even = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m128i second = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    const __m128i first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Int order = _mm512_inserti32x4(
+        _mm512_inserti32x4(_mm512_inserti32x4(_mm512_castsi128_si512(even), second, 1), first, 2), even, 3);
+    return _mm512_shuffle_epi8(v, order);
+  }
+
   // t[j] = word j of all rows, from 64 bytes at each row's pointer + offset.
+  template <bool kInt3 = false>
   PICAFLOR_INLINE static void load_words(const uint8_t* const* rows, int64_t offset, Int* t) {
     Int part[16];
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {
-      const auto row = [&](int r) { return _mm512_loadu_si512(rows[i + r] + offset); };
+      const auto row = [&](int r) __attribute__((always_inline)) {
+        const Int v = _mm512_loadu_si512(rows[i + r] + offset);
+        return kInt3 ? int3_order(v) : v;
+      };
       const Int a = _mm512_unpacklo_epi32(row(0), row(1));
       const Int b = _mm512_unpackhi_epi32(row(0), row(1));
       const Int c = _mm512_unpacklo_epi32(row(2), row(3));
@@ -102,11 +134,28 @@ struct Isa {
   PICAFLOR_INLINE static Int times256(Int a) { return _mm256_slli_epi32(a, 8); }
   PICAFLOR_INLINE static Int low_nibbles(Int v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
   PICAFLOR_INLINE static Int high_nibbles(Int v) { return low_nibbles(_mm256_srli_epi16(v, 4)); }
+  PICAFLOR_INLINE static Int masked(Int v, int8_t mask) { return _mm256_and_si256(v, _mm256_set1_epi8(mask)); }
+  template <int kBits>
+  PICAFLOR_INLINE static Int right(Int v) {
+    return kBits >= 0 ? _mm256_srli_epi32(v, kBits >= 0 ? kBits : 0) : _mm256_slli_epi32(v, kBits >= 0 ? 0 : -kBits);
+  }
+  PICAFLOR_INLINE static Int choose(int8_t mask, Int a, Int b) {
+    const Int bits = _mm256_set1_epi8(mask);
+    return _mm256_or_si256(_mm256_and_si256(bits, a), _mm256_andnot_si256(bits, b));
+  }
   PICAFLOR_INLINE static Int high_in_place(Int v) { return _mm256_andnot_si256(_mm256_set1_epi8(15), v); }
   PICAFLOR_INLINE static Int flip_signs(Int v) { return _mm256_xor_si256(v, _mm256_set1_epi8(-128)); }
   PICAFLOR_INLINE static Int look_up(const uint8_t* table, Int nibbles) {
     const __m128i t = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(t), nibbles);
+  }
+
+  PICAFLOR_INLINE static Int half_powers(const uint8_t* p) {
+    const Int e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const Int normal = _mm256_slli_epi32(_mm256_sub_epi32(e, set(1)), 23);
+    const Int low = _mm256_sllv_epi32(set(0x00200000), e);
+    const Int value = _mm256_blendv_epi8(normal, low, _mm256_cmpgt_epi32(set(2), e));
+    return _mm256_blendv_epi8(value, set(0x7FC00000), _mm256_cmpeq_epi32(e, set(255)));
   }
 
   // sum += products of each lane's bytes with the four bytes at x, in pairs, in int16. A pair of codes up to c adds at
@@ -136,8 +185,11 @@ struct Isa {
   PICAFLOR_INLINE static Float multiply(Float a, Float b) { return _mm256_mul_ps(a, b); }
   PICAFLOR_INLINE static Float fused(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
 
-  // t[j] = word j of all rows, from 32 bytes at each row's pointer + offset.
+  // t[j] = word j of all rows, from 32 bytes at each row's pointer + offset. kInt3: one block of int3, its eights of
+  // low bits in the order 0, 2, 4, 6, 1, 3, 5, 7.
+  template <bool kInt3 = false>
   PICAFLOR_INLINE static void load_words(const uint8_t* const* rows, int64_t offset, Int* t) {
+    const Int even = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
 #pragma GCC unroll 2
     for (int q = 0; q < 2; ++q) {
       Int part[4];
@@ -147,6 +199,9 @@ struct Isa {
           return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + offset + 16 * q));
         };
         part[k] = _mm256_inserti128_si256(_mm256_castsi128_si256(half(k)), half(k + 4), 1);
+        if (kInt3 && q == 0) {
+          part[k] = _mm256_shuffle_epi8(part[k], even);
+        }
       }
       const Int a = _mm256_unpacklo_epi32(part[0], part[1]);
       const Int b = _mm256_unpackhi_epi32(part[0], part[1]);

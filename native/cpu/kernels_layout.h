@@ -93,6 +93,43 @@ constexpr int32_t code_offset(FormatId format) {
   return 0;
 }
 
+// The order of digits that a format's codes meet.
+constexpr XLayout layout_of(FormatId format) {
+  switch (format) {
+    case FormatId::int4_row:
+    case FormatId::int4_grouped:
+    case FormatId::mxfp4:
+      return XLayout::nibbles;
+    case FormatId::int2_row:
+      return XLayout::quads;
+    case FormatId::int3_g64:
+      return XLayout::octets;
+    case FormatId::int8_row:
+    case FormatId::e8_iq3:
+    case FormatId::f32:
+    case FormatId::bf16:
+    case FormatId::f16:
+    case FormatId::fp8_b128:
+      return XLayout::natural;
+  }
+  return XLayout::natural;
+}
+
+// Where the digit of input i goes; runs of 32 inputs stay together.
+constexpr int64_t digit_place(XLayout layout, int64_t i) {
+  switch (layout) {
+    case XLayout::natural:
+      return i;
+    case XLayout::nibbles:
+      return (i & ~int64_t{7}) + (i & 1) * 4 + (i & 7) / 2;
+    case XLayout::quads:
+      return (i & ~int64_t{15}) + (i & 3) * 4 + (i & 15) / 4;
+    case XLayout::octets:
+      return (i & ~int64_t{31}) + (i & 7) * 4 + (i & 31) / 8;
+  }
+  return i;
+}
+
 // A prepared row: float scale per group, int32 sum of the digits' value per group (of the two lower digits where there
 // are three), int32 sum of the top digits (three planes only), then blocks of 64 inputs with plane after plane, top
 // digit first, zeros behind the last input. A rotated row has room for its floats at the end.

@@ -89,15 +89,41 @@ PICAFLOR_INLINE int32_t total(I16 v) {
 PICAFLOR_INLINE void store_digits(I16 v, XLayout layout, int8_t* out) {
 #if defined(__AVX2__)
   const __m128i split = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  const __m128i bytes = low_bytes(v);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
-                   layout == XLayout::nibbles ? _mm_shuffle_epi8(bytes, split) : bytes);
+  const __m128i square = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m128i bytes = low_bytes(v);
+  if (layout == XLayout::nibbles) {
+    bytes = _mm_shuffle_epi8(bytes, split);
+  } else if (layout == XLayout::quads) {
+    bytes = _mm_shuffle_epi8(bytes, square);
+  }
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), bytes);
 #else
+  const XLayout inside = layout == XLayout::octets ? XLayout::natural : layout;
   for (int i = 0; i < 16; ++i) {
-    const int place = layout == XLayout::nibbles ? (i & 8) + (i & 1) * 4 + (i & 7) / 2 : i;
-    out[place] = static_cast<int8_t>(static_cast<uint8_t>(v.v[i] & 0xFF));
+    out[digit_place(inside, i)] = static_cast<int8_t>(static_cast<uint8_t>(v.v[i] & 0xFF));
   }
 #endif
+}
+
+// Runs of 32 bytes to the order of XLayout::octets, in place.
+inline void order_octets(void* bytes, int64_t count) {
+  auto* at = static_cast<uint8_t*>(bytes);
+  for (const uint8_t* end = at + count; at < end; at += 32) {
+#if defined(__AVX2__)
+    const __m128i pairs = _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    auto* p = reinterpret_cast<__m128i*>(at);
+    const __m128i low = _mm_shuffle_epi8(_mm_loadu_si128(p), pairs);
+    const __m128i high = _mm_shuffle_epi8(_mm_loadu_si128(p + 1), pairs);
+    _mm_storeu_si128(p, _mm_unpacklo_epi16(low, high));
+    _mm_storeu_si128(p + 1, _mm_unpackhi_epi16(low, high));
+#else
+    uint8_t copy[32];
+    std::memcpy(copy, at, 32);
+    for (int64_t i = 0; i < 32; ++i) {
+      at[digit_place(XLayout::octets, i)] = copy[i];
+    }
+#endif
+  }
 }
 
 // v without its lowest balanced digit, divided by 256.
@@ -161,6 +187,9 @@ inline void prepare_digits(const XSpec& spec, const XView& view, const float* x,
       scales[g] = largest / static_cast<float>(kLargest);
       const double ratio = static_cast<double>(kLargest) / static_cast<double>(largest);
       quantize_run<kPlanes>(run, begin, count, ratio, spec.layout, digits, &sum, &top);
+      if (spec.layout == XLayout::octets) {  // only groups of one block have it
+        order_octets(digits + begin * kPlanes, kBlock * kPlanes);
+      }
     }
     sums[g] = sum;
     if constexpr (kPlanes == 3) {

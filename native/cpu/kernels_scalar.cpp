@@ -15,8 +15,7 @@ void group_codes(const Weight& w, int64_t row, const XSpec& spec, int64_t begin,
   decode_codes(w.format, w.codes + row * row_bytes(w), begin, count, codes);
   const auto offset = static_cast<int16_t>(code_offset(w.format));
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t place = spec.layout == XLayout::nibbles ? (i & ~7) + (i & 1) * 4 + (i & 7) / 2 : i;
-    out[place] = static_cast<int16_t>(codes[i] - offset);
+    out[digit_place(spec.layout, i)] = static_cast<int16_t>(codes[i] - offset);
   }
 }
 
@@ -60,7 +59,8 @@ void matmul(const Weight& w, const XSpec& spec, const std::byte* x, int64_t n, f
     }
     for (int64_t g = 0; g < view.groups; ++g) {
       const int64_t begin = g * spec.group;
-      const int64_t count = round_up(std::min<int64_t>(spec.group, spec.cols - begin), kBlock8);
+      const int64_t run = spec.layout == XLayout::quads || spec.layout == XLayout::octets ? kBlock : kBlock8;
+      const int64_t count = round_up(std::min<int64_t>(spec.group, spec.cols - begin), run);
       group_codes(w, row, spec, begin, count, codes);
       const float scale = group_scale(w, row, g);
       for (int64_t s = 0; s < n; ++s) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "cpu/kernels_prepare.h"
 #include "cpu/kernels_words.h"
 
 namespace picaflor {
@@ -44,10 +45,10 @@ inline void unpack_words(const uint8_t* const* rows, int64_t offset, int64_t wor
     Isa::load_words(rows, offset + first * 4, t);
 #pragma GCC unroll 16
     for (int j = 0; j < Isa::kLanes; ++j) {
-      Isa::Int codes[Words::kTerms];
-      Words::template unpack<false>(t[j], codes);
-      for (int k = 0; k < Words::kTerms; ++k) {
-        const int64_t column = (first + j) * Words::kStep + Words::digit_word(k);
+      Isa::Int codes[Words::kTerms * kSlots];
+      Words::template unpack<false>(t, j, codes);
+      for (int k = 0; k < Words::kTerms * kSlots; ++k) {
+        const int64_t column = (first + j) * Words::kTerms + k / kSlots;
         const int slot = Words::kSplit ? k : 0;
         Isa::store(columns + column * kColumn + (half * kSlots + slot) * kRegister, codes[k]);
       }
@@ -183,12 +184,16 @@ inline void unpack_tile(const Weight& w, const TileRows& rows, int64_t begin, in
     case FormatId::int8_row:
       return unpack_words<ByteWords<true>>(rows.at, begin, groups_of(inputs, 4), half, columns.codes);
     case FormatId::int2_row:
+      return unpack_words<Int2Words>(rows.at, begin / 4, groups_of(inputs, 16), half, columns.codes);
     case FormatId::int3_g64:
     case FormatId::e8_iq3: {
       const uint8_t* at[Isa::kLanes];
       for (int r = 0; r < Isa::kLanes; ++r) {
         uint8_t* out = columns.decoded + r * kChunkInputs;
         decode_codes(w.format, rows.at[r], begin, round_up(inputs, 8), out);
+        if (layout_of(w.format) == XLayout::octets) {
+          order_octets(out, inputs);
+        }
         at[r] = out;
       }
       return unpack_words<ByteWords<false>>(at, 0, groups_of(inputs, 4), half, columns.codes);
@@ -202,8 +207,7 @@ inline void unpack_tile(const Weight& w, const TileRows& rows, int64_t begin, in
 }
 
 inline bool splits(FormatId format) {
-  const bool nibbles = format == FormatId::int4_row || format == FormatId::int4_grouped || format == FormatId::mxfp4;
-  return Isa::kPairs && !nibbles;
+  return Isa::kPairs && (format == FormatId::int8_row || format == FormatId::int3_g64 || format == FormatId::e8_iq3);
 }
 
 // Rows [row, row + kTileRows) times prepared rows [0, n), n <= kTokenBlock.
@@ -220,7 +224,10 @@ inline void tile_product(const Product& a, const XView& view, int64_t row, const
   Fetcher next_scales = next.scales(chunks * kHalves);
   std::fill_n(columns.acc, n * kTileRows, 0.0f);
   for (int64_t begin = 0; begin < w.cols; begin += chunk_inputs) {
-    const int64_t inputs = std::min(chunk_inputs, w.cols - begin);
+    int64_t inputs = std::min(chunk_inputs, w.cols - begin);
+    if (a.spec.layout == XLayout::octets) {
+      inputs = round_up(inputs, kBlock);  // the last digits are spread over a block
+    }
     for (int h = 0; h < kHalves; ++h) {
       next_codes.step<_MM_HINT_T1>();
       next_scales.step<_MM_HINT_T0>();

@@ -13,55 +13,114 @@
 namespace picaflor {
 inline namespace PICAFLOR_ISA {
 
-// One stored format as 32-bit words: a word holds kStep words of digits' worth of codes and gives kTerms registers of
-// unsigned codes; term k meets digit word digit_word(k). kPairWords: words whose products fit int16 sums (AVX2).
-struct NibbleWords {
-  static constexpr int kStep = 2;
-  static constexpr int kTerms = 2;
+// One stored format as 32-bit words. A unit is one word of codes (int3: of low bits); it gives kTerms registers of
+// unsigned codes, term k of unit j meets digit word kTerms * j + k. A piece of kUnits units ends where a group may end:
+// it takes kPieceWords words. kBlockWords words are loaded at a time. kPairUnits: units whose products fit int16 sums
+// (AVX2). Term k goes to sum slot(k); the second slot's codes are multiples of 2^kShift.
+struct WholeWords {
   static constexpr bool kSplit = false;
-  static constexpr int kPairWords = 4;  // 8 * 15 * 256 < 32768
+  static constexpr int kShift = 0;
+  static constexpr int kBlockWords = Isa::kLanes;
+  static constexpr int piece_words(int units) { return units; }
+  static constexpr int slots(bool) { return 1; }
+  static constexpr int slot(int) { return 0; }
+  PICAFLOR_INLINE static void load(const uint8_t* const* rows, int64_t block, Isa::Int* t) {
+    Isa::load_words(rows, block * Isa::kLanes * 4, t);
+  }
+};
+
+struct NibbleWords : WholeWords {
+  static constexpr int kTerms = 2;
+  static constexpr int kPairUnits = 4;  // 8 * 15 * 256 < 32768
   static constexpr int kShift = Isa::kPairs ? 0 : 4;
-  static constexpr int digit_word(int term) { return term; }
+  static constexpr int slots(bool own) { return own ? 2 : 1; }
+  static constexpr int slot(int term) { return term; }
   template <bool kOwn>
-  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
-    codes[0] = Isa::low_nibbles(t);
-    codes[1] = kOwn && kShift != 0 ? Isa::high_in_place(t) : Isa::high_nibbles(t);
+  PICAFLOR_INLINE static void unpack(const Isa::Int* t, int j, Isa::Int* codes) {
+    codes[0] = Isa::low_nibbles(t[j]);
+    codes[1] = kOwn && kShift != 0 ? Isa::high_in_place(t[j]) : Isa::high_nibbles(t[j]);
   }
 };
 
 constexpr uint8_t kFp4Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-struct Fp4Words {
-  static constexpr int kStep = 2;
+struct Fp4Words : WholeWords {
   static constexpr int kTerms = 2;
-  static constexpr bool kSplit = false;
-  static constexpr int kPairWords = 2;  // 4 * 24 * 256 < 32768
-  static constexpr int kShift = 0;
-  static constexpr int digit_word(int term) { return term; }
+  static constexpr int kPairUnits = 2;  // 4 * 24 * 256 < 32768
+  static constexpr int slots(bool own) { return own ? 2 : 1; }
+  static constexpr int slot(int term) { return term; }
   template <bool>
-  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
-    codes[0] = Isa::look_up(kFp4Codes, Isa::low_nibbles(t));
-    codes[1] = Isa::look_up(kFp4Codes, Isa::high_nibbles(t));
+  PICAFLOR_INLINE static void unpack(const Isa::Int* t, int j, Isa::Int* codes) {
+    codes[0] = Isa::look_up(kFp4Codes, Isa::low_nibbles(t[j]));
+    codes[1] = Isa::look_up(kFp4Codes, Isa::high_nibbles(t[j]));
   }
 };
 
 // Bytes. Where products are paired in int16 a byte would overflow: it is split in two nibbles, the high one counts 16.
 template <bool kFlip>
-struct ByteWords {
-  static constexpr int kStep = 1;
+struct ByteWords : WholeWords {
   static constexpr bool kSplit = Isa::kPairs;
-  static constexpr int kTerms = kSplit ? 2 : 1;
-  static constexpr int kPairWords = 8;
-  static constexpr int kShift = 0;
-  static constexpr int digit_word(int) { return 0; }
+  static constexpr int kTerms = 1;
+  static constexpr int kPairUnits = 8;
+  static constexpr int slots(bool) { return kSplit ? 2 : 1; }
   template <bool>
-  PICAFLOR_INLINE static void unpack(Isa::Int t, Isa::Int* codes) {
-    const Isa::Int v = kFlip ? Isa::flip_signs(t) : t;
+  PICAFLOR_INLINE static void unpack(const Isa::Int* t, int j, Isa::Int* codes) {
+    const Isa::Int v = kFlip ? Isa::flip_signs(t[j]) : t[j];
     if constexpr (kSplit) {
       codes[0] = Isa::low_nibbles(v);
       codes[1] = Isa::high_nibbles(v);
     } else {
       codes[0] = v;
+    }
+  }
+};
+
+// Four codes to the byte.
+struct Int2Words : WholeWords {
+  static constexpr int kTerms = 4;
+  static constexpr int kPairUnits = 4;  // 16 * 3 * 256 < 32768
+  static constexpr int kShift = Isa::kPairs ? 0 : 2;
+  static constexpr int slots(bool own) { return own ? 2 : 1; }
+  static constexpr int slot(int term) { return term & 1; }
+  template <bool kOwn>
+  PICAFLOR_INLINE static void unpack(const Isa::Int* t, int j, Isa::Int* codes) {
+    constexpr bool kInPlace = kOwn && kShift != 0;
+    const Isa::Int high = Isa::right<4>(t[j]);
+    codes[0] = Isa::masked(t[j], 3);
+    codes[1] = kInPlace ? Isa::masked(t[j], 12) : Isa::masked(Isa::right<2>(t[j]), 3);
+    codes[2] = Isa::masked(high, 3);
+    codes[3] = kInPlace ? Isa::masked(high, 12) : Isa::masked(Isa::right<6>(t[j]), 3);
+  }
+};
+
+// A block of int3: four words of low bits in the order of int3_order, then two of high bits. A unit is two words of low
+// bits, even and odd ones of eight bytes, and the word of their high bits.
+struct Int3Words {
+  static constexpr bool kSplit = false;
+  static constexpr int kTerms = 8;
+  static constexpr int kPairUnits = 2;  // 16 * 7 * 256 < 32768
+  static constexpr int kShift = Isa::kPairs ? 0 : 4;
+  static constexpr int kBlockWords = Isa::kLanes / 8 * 6;
+  static constexpr int piece_words(int) { return 6; }
+  static constexpr int slots(bool own) { return own ? 2 : 1; }
+  static constexpr int slot(int term) { return term / 4; }
+  PICAFLOR_INLINE static void load(const uint8_t* const* rows, int64_t block, Isa::Int* t) {
+    Isa::load_words<true>(rows, block * kBlockWords * 4, t);
+  }
+  template <bool kOwn>
+  PICAFLOR_INLINE static void unpack(const Isa::Int* t, int j, Isa::Int* codes) {
+    const Isa::Int even = t[2 * j];
+    const Isa::Int odd = t[2 * j + 1];
+    const Isa::Int high = t[4 + j];
+    // Two codes of `even` below two of `odd`; then one of each, with its high bit, in the nibbles of a byte.
+    const Isa::Int first = Isa::choose(15, even, Isa::right<-4>(odd));
+    const Isa::Int last = Isa::choose(15, Isa::right<4>(even), odd);
+    const Isa::Int both[4] = {
+        Isa::choose(0x33, first, Isa::right<-2>(high)), Isa::choose(0x33, Isa::right<2>(first), Isa::right<-1>(high)),
+        Isa::choose(0x33, last, high), Isa::choose(0x33, Isa::right<2>(last), Isa::right<1>(high))};
+    for (int k = 0; k < 4; ++k) {
+      codes[k] = Isa::masked(both[k], 7);
+      codes[4 + k] = kOwn && kShift != 0 ? Isa::masked(both[k], 0x70) : Isa::masked(Isa::right<4>(both[k]), 7);
     }
   }
 };
@@ -98,9 +157,7 @@ inline void tile_scales(const Weight& w, const TileRows& rows, int64_t group, in
     if (w.format == FormatId::int4_grouped || w.format == FormatId::int3_g64) {
       at[r] = stored;
     } else if (w.format == FormatId::mxfp4) {
-      for (int g = 0; g < kLanes; ++g) {
-        values[r][g] = half_e8m0(stored[g]);
-      }
+      Isa::store(values[r], Isa::half_powers(stored));
     } else {
       for (int64_t g = 0; g < count; ++g) {
         values[r][g] = group_scale(w, rows.index[r], group + g);

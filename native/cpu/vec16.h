@@ -15,7 +15,10 @@
 #include <cmath>
 #include <cstdint>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && defined(__AVX512VBMI__)
+#include <immintrin.h>
+#define PICAFLOR_ISA isa_avx512vbmi
+#elif defined(__AVX512F__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avx512
 #elif defined(__AVX2__) && defined(__FMA__)

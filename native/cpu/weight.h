@@ -31,8 +31,10 @@ struct Weight {
   const uint8_t* scales = nullptr;  // plane 1, null where the format has none
 };
 
-// Order of the digits inside a run of eight inputs: as they come, or evens then odds (they meet low and high nibbles).
-enum class XLayout : int32_t { natural = 0, nibbles = 1 };
+// Order of the digits: as they come; evens then odds of eight inputs (they meet low and high nibbles); columns of a
+// 4 x 4 square of sixteen inputs (they meet the four codes of four bytes); columns of a 4 x 8 table of 32 inputs (they
+// meet the eight bits of four bytes).
+enum class XLayout : int32_t { natural = 0, nibbles = 1, quads = 2, octets = 3 };
 
 // How activations are prepared for a weight: `planes` int8 planes per group of `group` inputs, or floats (planes 0).
 struct XSpec {

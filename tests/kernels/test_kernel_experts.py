@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_harness import fma, same_bits, sample
+from kernel_harness import CASES, F64, Sample, fma, inputs, largest_error, same_bits, sample
 from numpy.typing import NDArray
 
 from picaflor import _native
@@ -37,11 +37,12 @@ class Expert:
     slot: NDArray[np.uint8]
     layout: list[tuple[int, int, int, int, tuple[int, ...]]]
     weights: list[kernels.HeldWeight]
+    samples: list[Sample]
 
 
 def make_expert(seed: int, formats_of: list[tuple[str, int]]) -> Expert:
     """gate [INNER, HIDDEN], up, down [HIDDEN, INNER] side by side in one slot, at odd distances."""
-    layout, weights, parts, at = [], [], [], 0
+    layout, weights, samples, parts, at = [], [], [], [], 0
     for index, (name, group_size) in enumerate(formats_of):
         rows, cols = (HIDDEN, INNER) if index == 2 else (INNER, HIDDEN)
         data = sample(name, group_size, rows, cols, seed=seed * 10 + index, tame=True)
@@ -53,11 +54,12 @@ def make_expert(seed: int, formats_of: list[tuple[str, int]]) -> Expert:
             at += plane.nbytes
         layout.append((kernels.FORMAT_NUMBERS[name], rows, cols, group_size, tuple(offsets)))
         weights.append(data.weight)
+        samples.append(data)
     slot = allocate(at)
     slot[:] = 0xA5
     for start, plane in parts:
         slot[start : start + plane.nbytes] = plane
-    return Expert(slot, layout, weights)
+    return Expert(slot, layout, weights, samples)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,43 @@ def test_equals_the_products_one_by_one(experts: list[Expert], batch: tuple[F32,
             assert (np.abs(got[row] - expected) <= bound * magnitude.max()).all(), (planes, row)
 
 
+@pytest.mark.parametrize("planes", [1, 2, 3])
+def test_every_format_in_every_projection_is_near_float64(planes: int) -> None:
+    """One layer whose experts mix all formats and group sizes, against float64 products of the decoded matrices.
+
+    Each product may be off by what its format and precision allow; h comes from products so checked.
+    """
+    count = len(CASES)
+    cases = [[CASES[(e + shift) % count] for shift in (0, 5, 11)] for e in range(count)]
+    experts = [make_expert(50 + e, cases[e]) for e in range(count)]
+    rng = np.random.default_rng(21)
+    x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
+    ids = np.array([[e, (e + 7) % count] for e in range(count)], np.int32)
+    weights = rng.random((count, 2), np.float32)
+
+    def product(e: int, index: int, values: F32) -> tuple[F64, F64, F64]:
+        name, group_size = cases[e][index]
+        data = experts[e].samples[index]
+        exact = inputs(name, values) @ data.decoded.astype(np.float64).T
+        terms = np.abs(inputs(name, values)) @ np.abs(data.decoded.astype(np.float64)).T
+        return exact[0], largest_error(name, group_size, data, values, planes)[0], terms[0]
+
+    for isa in ISAS:
+        got = run(experts, x, ids, weights, planes=planes, isa=isa, threads=2)
+        for row in range(count):
+            total, allowed = np.zeros(HIDDEN), np.zeros(HIDDEN)
+            for k, e in enumerate(ids[row].tolist()):
+                near = []
+                for index in (0, 1):
+                    exact, bound, _ = product(e, index, x[row : row + 1])
+                    near.append(kernels.matmul(experts[e].weights[index], x[row : row + 1], planes=planes, isa=isa))
+                    assert (np.abs(near[index][0] - exact) <= bound).all(), (isa, cases[e][index])
+                exact, bound, terms = product(e, 2, silu_mul(*near))
+                total += weights[row, k] * exact
+                allowed += weights[row, k] * (bound + 2e-6 * terms)
+            assert (np.abs(got[row] - total) <= allowed).all(), (isa, row, [cases[e] for e in ids[row]])
+
+
 def test_sum_is_fma_in_routing_order(experts: list[Expert], batch: tuple[F32, NDArray[np.int32], F32]) -> None:
     """The row's bits are those of fma over its own experts' outputs, each taken from a call of its own."""
     x, ids, weights = batch
@@ -138,7 +177,7 @@ def test_sum_is_fma_in_routing_order(experts: list[Expert], batch: tuple[F32, ND
 def test_same_bits_however_it_is_cut(experts: list[Expert], batch: tuple[F32, NDArray[np.int32], F32]) -> None:
     """Threads, instruction sets, order of experts, experts one at a time, rows alone: one result."""
     x, ids, weights = batch
-    for planes in (2, 3):
+    for planes in (1, 2, 3):
         expected = run(experts, x, ids, weights, planes=planes)
         for isa in ISAS:
             for threads in (1, 2, 3):

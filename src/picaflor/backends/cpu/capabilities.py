@@ -33,8 +33,8 @@ FORMAT_FREE_OPS: Final = (
     "sample",
 )
 
-# How matrices of a format are multiplied: by a decode primitive of their own, or unpacked to the integer or float tile
-# of another format first.
+# How matrices of a format are multiplied: by a decode primitive of their own, or unpacked to the integer tile of
+# another format first. The lattice has a loop of its own only where AVX-512 has VBMI and GFNI.
 PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
     {
         "f32": "native",
@@ -42,9 +42,9 @@ PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
         "f16": "native",
         "int8-row": "native",
         "int4-row": "native",
-        "int2-row": "composed",
+        "int2-row": "native",
         "int4-grouped": "native",
-        "int3-g64": "composed",
+        "int3-g64": "native",
         "e8-iq3-lattice": "composed",
         "mxfp4": "native",
         "fp8-e4m3-b128": "native",
