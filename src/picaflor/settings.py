@@ -169,9 +169,9 @@ class Settings:
         _choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities", "verify")
     )
     precision: str = _option(
-        _choice("standard", "exact"),
+        _choice("fast", "standard", "exact"),
         "standard",
-        "Activations in two int8 planes, or in three.",
+        "Activations in one int8 plane, in two, or in three.",
         (*ENGINE_COMMANDS, "bench kernels"),
     )
     isa: str = _option(

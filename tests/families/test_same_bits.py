@@ -56,7 +56,7 @@ def logits_and_text(options: EngineOptions, count: int) -> tuple[NDArray[np.floa
     return np.array(rows), tokens
 
 
-@pytest.fixture(scope="module", params=["standard", "exact"])
+@pytest.fixture(scope="module", params=["fast", "standard", "exact"])
 def expected(request: pytest.FixtureRequest) -> tuple[str, dict[int, tuple[NDArray[np.float32], list[int]]]]:
     """The precision, and what the base options give for both prompt lengths."""
     options = replace(BASE, precision=request.param)
@@ -99,6 +99,20 @@ def test_a_sequence_alone_and_among_four_has_the_same_bits() -> None:
         for number in range(4):
             assert_same_bits(together[number], alone[number][0])
             assert_same_bits(steps[number], alone[number][1])
+
+
+def test_fast_is_coarse_says_so_and_is_no_error() -> None:
+    """One plane: 50 to 300 times the error of two; one warning, under strict too."""
+    exact, standard, fast = (
+        logits_and_text(replace(BASE, precision=name), SHORT)[0] for name in ("exact", "standard", "fast")
+    )
+    scale = np.abs(exact).max()
+    coarse = np.abs(fast - exact).max() / scale
+    assert 20 * np.abs(standard - exact).max() / scale < coarse < 0.1
+    said: list[str] = []
+    with Engine.open(None, replace(BASE, precision="fast", strict=True), warn=said.append) as engine:
+        assert engine.record().precision == "fast"
+    assert [line for line in said if line.startswith("--precision fast: activations in one int8 plane")] == said != []
 
 
 def test_the_two_precisions_differ_and_agree_in_what_they_say() -> None:

@@ -221,7 +221,7 @@ def test_a_backend_opens_with_what_it_is_told() -> None:
     for wrong, text in (
         ({"threads": 0}, "--threads 0"),
         ({"isa": "sse9"}, "--isa sse9"),
-        ({"precision": "fast"}, "--precision fast: this version has standard and exact"),
+        ({"precision": "half"}, "--precision half: this version has fast, standard, exact"),
         ({"disable": ["gpu.matmul"]}, "--disable gpu.matmul"),
     ):
         with pytest.raises(UsageError, match=text):

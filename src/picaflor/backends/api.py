@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from picaflor.formats.base import F32
 
 I32 = NDArray[np.int32]
-Precision = Literal["standard", "exact"]
+Precision = Literal["fast", "standard", "exact"]
 RopeStyle = Literal["interleaved", "half"]
 
 

@@ -54,6 +54,10 @@ class Notices:
         """Record and pass on one message. Raises UnsupportedConfig under strict."""
         if self.strict:
             raise UnsupportedConfig(f"{message} (refused because of --strict)")
+        self.tell(message)
+
+    def tell(self, message: str) -> None:
+        """Record and pass on what the user asked for but should know; never an error."""
         self.messages.append(message)
         if self._warn is not None:
             self._warn(message)

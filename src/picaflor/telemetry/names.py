@@ -21,7 +21,7 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "parameters": ("", "parameters in all"),
         "backend": ("", "device that computed"),
         "isa": ("", "instruction set of the CPU kernels"),
-        "precision": ("", "activations: standard or exact"),
+        "precision": ("", "activations: fast, standard or exact"),
         "threads": ("", "threads that multiplied"),
         "context": ("tokens", "most tokens of prompt and answer together"),
         "seed": ("", "seed of the sampler"),

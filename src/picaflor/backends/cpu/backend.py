@@ -24,7 +24,7 @@ from picaflor.errors import UsageError
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
 
-PLANES: Final[dict[str, int]] = {"standard": 2, "exact": 3}
+PLANES: Final[dict[str, int]] = {"fast": 1, "standard": 2, "exact": 3}
 FORMAT_NUMBERS: Final = {name: number for number, name in enumerate(REGISTRY)}
 
 
@@ -58,7 +58,7 @@ class CpuBackend:
         if count < 1:
             raise UsageError(f"--threads {count}: at least 1 is needed")
         if precision not in PLANES:
-            raise UsageError(f"--precision {precision}: this version has {' and '.join(PLANES)}")
+            raise UsageError(f"--precision {precision}: this version has {', '.join(PLANES)}")
         try:
             self.isa: str = _native.check_isa(isa)
         except ValueError as error:
