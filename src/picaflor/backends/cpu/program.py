@@ -6,8 +6,7 @@ Knows segments and the expert provider; must not know families, formats or files
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -121,26 +120,23 @@ class CpuProgram:
         with experts.acquire(call.layer, wanted) as lease:
             for ids, addresses in lease.batches():
                 start = clock()
-                with self._kernels_of(call):
-                    ffn.run(ids, addresses)
+                self._compute(call, ffn.run, ids, addresses)
                 self._expert_seconds += clock() - start
         start = clock()
-        with self._kernels_of(call, counted=False):
-            ffn.finish(call.weights, call.out[0], call.out[1])
+        self._compute(call, ffn.finish, call.weights, *call.out, counted=False)
         self._expert_seconds += clock() - start
 
-    @contextmanager
-    def _kernels_of(self, call: ExpertCall, *, counted: bool = True) -> Iterator[None]:
-        """The expert operation with the kernels that this run of it takes; the usual ones again afterwards."""
+    def _compute(self, call: ExpertCall, part: Callable[..., None], *words: Any, counted: bool = True) -> None:
+        """A part of the expert operation, by the scalar kernels where `call` says so or where it fails."""
         plain, faults = call.plain, self._faults
         if faults is not None and not plain:
             plain = faults.next_fails("expert_ffn") if counted else faults.failing
         if not plain:
-            yield
+            part(*words)
             return
         self._ffn.use(SCALAR_ISA)
         try:
-            yield
+            part(*words)
         finally:
             self._ffn.use(self._isa)
 
