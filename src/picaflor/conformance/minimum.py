@@ -65,5 +65,16 @@ MINIMUM: Mapping[tuple[str, str], int] = MappingProxyType(
         ("router", "-"): 6,
         ("sample", "-"): 5,
         ("moe", "-"): 2,
+        ("container", "f32"): 1,
+        ("container", "bf16"): 1,
+        ("container", "f16"): 1,
+        ("container", "int8-row"): 1,
+        ("container", "int4-row"): 1,
+        ("container", "int2-row"): 1,
+        ("container", "int4-grouped"): 8,
+        ("container", "int3-g64"): 1,
+        ("container", "e8-iq3-lattice"): 1,
+        ("container", "mxfp4"): 1,
+        ("container", "fp8-e4m3-b128"): 1,
     }
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from picaflor.conformance import attending, blocks, plain, products
+from picaflor.conformance import attending, blocks, containers, plain, products
 from picaflor.conformance.case import Case
 from picaflor.formats import REGISTRY
 
@@ -27,6 +27,8 @@ def all_cases() -> Iterator[Case]:
     yield from attending.write_cases()
     yield from plain.plain_cases()
     yield from blocks.block_cases()
+    for spec in REGISTRY.values():
+        yield from containers.container_cases(spec)
 
 
 def pick(

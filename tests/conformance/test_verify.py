@@ -1,0 +1,212 @@
+"""`picaflor verify`: sound kernels pass, planted faults are named, lost cases and other bits are failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from picaflor import formats
+from picaflor.backends.table import Cell
+from picaflor.cli import main
+from picaflor.conformance import oracle, suite, verify
+from picaflor.conformance.case import Case, Device, Matrix
+from picaflor.conformance.check import METRIC_BOUND, Expected, compare, differing
+from picaflor.conformance.mutants_stored import scales, with_scales
+from picaflor.conformance.oracle_formats import read, rotate, unrotate
+from picaflor.conformance.proxy import Fault, FaultyDevice
+from picaflor.conformance.verify import Variant, What
+
+STORED = [(name, size) for name, form in formats.REGISTRY.items() for size in (form.group_sizes or (0,))]
+
+
+def scale_off(factor: float) -> Fault:
+    """Every scale of int3-g64 is off by a factor."""
+
+    def change(matrix: Matrix) -> Matrix:
+        return with_scales(matrix, scales(matrix) * factor) if matrix.format == "int3-g64" else matrix
+
+    return Fault(matrix=change)
+
+
+def planted(fault: Fault) -> Any:
+    """What `What.wrap` takes."""
+    return lambda device: FaultyDevice(device, fault)
+
+
+def test_sound_kernels_pass_and_the_json_has_all_that_tools_need(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["verify", "--format", "int3-g64", "--op", "matmul", "--op", "rows", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert result["good"] is True
+    assert result["failures"] == []
+    assert result["outputs_differing"] == 0
+    assert result["outputs_compared"] > 1000
+    assert {(row["op"], row["format"]) for row in result["table"]} == {("matmul", "int3-g64"), ("rows", "int3-g64")}
+    assert result["cases"] == sum(row["cases"] for row in result["table"]) >= 15
+    assert {"standard", "exact"} <= set(result["precisions"])
+    assert result["variants"][-1].endswith("x2")
+    row = next(row for row in result["table"] if row["op"] == "matmul")
+    assert 0 < row["largest_metric"]["exact"] < row["largest_metric"]["standard"]
+
+
+def test_text_counts_cases_and_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--op", "rope", "--op", "sample", "--isa", "scalar"]) == 0
+    out = capsys.readouterr().out
+    assert "rope           -                     6" in out
+    assert "11 cases" in out
+    assert "scalar x1, scalar x2: 0 of" in out
+    assert out.endswith("all right\n")
+
+
+@pytest.mark.parametrize("op", ["matmul", "expert_ffn", "rows", "row_axpy"])
+def test_one_percent_of_scale_is_named_in_every_operation(op: str) -> None:
+    what = What(isa="scalar", ops=(op,), formats=("int3-g64",), precisions=("standard",), wrap=planted(scale_off(1.01)))
+    report = verify.verify(what)
+    assert not report.good
+    assert report.failures[0].case.startswith(f"{op} int3-g64: ")
+    assert "right is" in report.failures[0].fault
+    assert report.failures[0].where == "standard, scalar x1"
+
+
+def test_a_fault_makes_exit_code_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = verify.open_device
+
+    def faulty(what: What, variant: Variant, precision: str) -> Device:
+        device: Any = FaultyDevice(plain(what, variant, precision), scale_off(2.0))
+        return device
+
+    monkeypatch.setattr(verify, "open_device", faulty)
+    assert main(["verify", "--op", "rows", "--format", "int3-g64"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED rows int3-g64: [17, 200] (standard, scalar x1)" in out
+    assert out.rstrip().endswith("failures")
+
+
+def test_other_bits_on_one_variant_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = verify.open_device
+
+    def faulty(what: What, variant: Variant, precision: str) -> Device:
+        device: Any = plain(what, variant, precision)
+        return FaultyDevice(device, scale_off(1 + 2.0**-22)) if variant.threads == 2 else device  # type: ignore[return-value]
+
+    monkeypatch.setattr(verify, "open_device", faulty)
+    what = What(isa="scalar", ops=("matmul",), formats=("int3-g64",), precisions=("exact",))
+    report = verify.verify(what)
+    assert report.differing > 0
+    assert any("other bits than scalar x1" in failure.fault for failure in report.failures)
+
+
+def test_a_lost_case_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in suite.all_cases() if case.op == "rope"]
+    monkeypatch.setattr(suite, "all_cases", lambda: iter(cases[1:]))
+    report = verify.verify(What(isa="scalar", ops=("rope",)))
+    assert [str(failure) for failure in report.failures] == ["rope: 5 cases, there were 6: a case was lost"]
+
+
+def test_a_cell_without_a_case_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def some() -> Iterator[Case]:
+        return (case for case in cases if (case.op, case.format) != ("rows", "f16"))
+
+    cases = [case for case in suite.all_cases() if case.op == "rows"]
+    monkeypatch.setattr(suite, "all_cases", some)
+    report = verify.verify(What(isa="scalar", ops=("rows",), precisions=("exact",)))
+    assert any(f.case == "cpu.rows.f16" and "has no case" in f.fault for f in report.failures)
+
+
+def test_a_refused_cell_must_refuse() -> None:
+    device = verify.open_device(What(), Variant("scalar", 1), "exact")
+    cell = Cell("cpu", "matmul", "int8-row", "refused", reason="for this test")
+    assert verify._refusal(cell, device) == "is declared refused, but was recorded"
+    right = Cell("cpu", "rows", "e8-iq3-lattice", "refused", reason="rotated")
+    assert verify._refusal(right, device) == ""
+
+
+def test_every_cell_has_at_least_its_recorded_number_of_cases() -> None:
+    found = suite.count(suite.pick(suite.all_cases()))
+    assert {key: found.get(key, 0) for key in verify.MINIMUM} == dict(verify.MINIMUM)
+    assert set(found) == set(verify.MINIMUM)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--format", "int5"], "--format int5: accepted are bf16, "),
+        (["--op", "mul"], "--op mul: accepted are add, "),
+        (["--isa", "vax"], "--isa: 'vax' is not accepted"),
+    ],
+)
+def test_unknown_names_are_wrong_usage(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *words]) == 2
+    assert text in capsys.readouterr().err
+
+
+# ---- the oracle and the comparison themselves ----
+
+
+@pytest.mark.parametrize(("name", "size"), STORED)
+@pytest.mark.parametrize("shape", [(5, 200), (3, 201), (131, 300), (2, 1)])
+def test_two_readings_of_the_same_page_agree(name: str, size: int, shape: tuple[int, int]) -> None:
+    """The oracle's formulas and the formats' decoders were written apart; they give the same float32."""
+    spec = formats.REGISTRY[name]
+    planes = spec.sample(np.random.default_rng(3), *shape, size)
+    decoded = spec.decode(planes, *shape, size)
+    assert np.array_equal(read(name, planes, *shape, size).weights.astype(np.float32), decoded, equal_nan=True)
+
+
+def test_examples_of_the_format_page() -> None:
+    int4 = (np.array([0x1F, 0x9C, 0x86], np.uint8), np.array([0.1], "<f4"))
+    assert read("int4-row", int4, 1, 5, 0).codes.tolist() == [[7, -7, 4, 1, -2]]
+    int2 = (np.array([0xA7, 0x02], np.uint8), np.array([1], "<f4"))
+    assert read("int2-row", int2, 1, 5, 0).codes.tolist() == [[1, -1, 0, 0, 0]]
+    grouped = (np.frombuffer(bytes.fromhex("1032547698badcfe1032"), np.uint8), np.array([0.25, 2], "<f4"))
+    weights = read("int4-grouped", grouped, 1, 20, 16).weights[0]
+    assert weights[:2].tolist() == [-2, -1.75]
+    assert weights[16:].tolist() == [-16, -14, -12, -10]
+
+
+@pytest.mark.parametrize("cols", [1, 40, 201, 520])
+def test_rotation_is_orthogonal(cols: int) -> None:
+    rng = np.random.default_rng(2)
+    x, w = rng.standard_normal((3, cols)), rng.standard_normal((4, cols))
+    assert np.allclose(rotate(x) @ rotate(w).T, x @ w.T)
+    assert np.allclose(unrotate(rotate(x)), x)
+    assert cols == 1 or not np.allclose(rotate(x), x)
+
+
+def test_the_oracle_says_unknown_format() -> None:
+    with pytest.raises(Exception, match="the oracle has no formula for int5; it has f32, "):
+        read("int5", (), 1, 1, 0)
+
+
+def test_comparison() -> None:
+    right = Expected(np.array([[1.0, np.nan]]), np.array([[1e-3, 0.0]]), np.array([[2.0, 1.0]]), plain=True)
+    good = compare([np.array([[1.0 + 1e-7, np.nan]], np.float32)], [right], "exact")
+    assert good.fault == ""
+    assert 4e-8 < good.metric < 8e-8
+    assert (
+        "[0, 0] is 1.5, right is 1, allowed 0.001"
+        in compare([np.array([[1.5, np.nan]], np.float32)], [right], "exact").fault
+    )
+    assert "[0, 1] is 2" in compare([np.array([[1.0, 2.0]], np.float32)], [right], "exact").fault
+    assert "[0, 0] is nan" in compare([np.array([[np.nan, np.nan]], np.float32)], [right], "exact").fault
+    metric = compare([np.array([[1.0 + 9e-4, np.nan]], np.float32)], [right], "exact").fault
+    assert f"bound {METRIC_BOUND['exact']:g}" in metric
+    assert "shape [2], expected [1, 2]" in compare([np.zeros(2, np.float32)], [right], "exact").fault
+    assert compare([], [right], "exact").fault == "0 outputs, expected 1"
+    assert "must be equal" in compare([np.array([3])], [Expected(np.array([2]))], "exact").fault
+
+
+def test_differing_bits() -> None:
+    one = [np.array([0.0, np.nan, 1.0], np.float32)]
+    assert differing(one, [np.array([-0.0, np.nan, 1.0], np.float32)]) == 1
+    assert differing(one, [np.array([0.0, -np.nan, 1.0], np.float32)]) == 0
+    assert differing([np.array([1, 2], np.int32)], [np.array([1, 3], np.int32)]) == 1
+
+
+def test_softmax_and_silu_do_not_overflow() -> None:
+    assert oracle.silu(np.array([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
+    assert oracle.softmax(np.array([1e4, 0.0])).tolist() == [1.0, 0.0]
