@@ -20,7 +20,7 @@ import pytest
 from picaflor import cli
 from picaflor.cli import app, bench
 from picaflor.cli.lazy import LazyGroup
-from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt
+from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt, progress_text
 from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
 from picaflor.telemetry.record import Phase, Record
 
@@ -333,15 +333,31 @@ def test_progress_is_for_terminals_and_gone_before_text(monkeypatch: pytest.Monk
     progress = Progress()
     progress("load", 1, 4)  # too soon
     progress("load a long name", 2, 4)
-    assert terminal.getvalue() == "\r\x1b[Kload a long name 2 "
+    assert terminal.getvalue() == "\r\x1b[K50%"
     progress("load", 4, 4)  # too soon for a line, never too soon to take it away
-    assert terminal.getvalue().endswith("2 \r\x1b[K")
+    assert terminal.getvalue().endswith("50%\r\x1b[K")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr("time.monotonic", lambda: 9.0)
     silent = Progress()
     monkeypatch.setattr("time.monotonic", lambda: 99.0)
     silent("load", 2, 4)
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("stage", "done", "total", "width", "text"),
+    [
+        ("reading the prompt", 128, 4096, 79, "reading the prompt 128 of 4096 (3%)"),
+        ("loading experts", 5 << 20, 2 << 30, 79, "loading experts 5 MiB of 2 GiB (0%)"),
+        ("writing", 1 << 30, 4 << 30, 28, "writing 1 GiB of 4 GiB (25%)"),
+        ("writing", 1 << 30, 4 << 30, 27, "writing 25%"),
+        ("reading", 1 << 30, 4 << 30, 10, "25%"),
+        ("loading resident weights", 1, 4, 2, ""),
+        ("loading resident weights", 1, 4, -1, ""),
+    ],
+)
+def test_progress_names_sizes_and_cuts_no_number(stage: str, done: int, total: int, width: int, text: str) -> None:
+    assert progress_text(stage, done, total, width) == text
 
 
 # errors in one place

@@ -20,8 +20,6 @@ from picaflor.sizes import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from picaflor.convert.converter import ConvertReport
 
-_MEGABYTE = 1_000_000
-
 
 @click.command()
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
@@ -69,11 +67,8 @@ def command(
     line = Progress()
     started = time.monotonic()
 
-    def progress(stage: str, done: int, total: int) -> None:
-        line(f"{stage}, MB", done // _MEGABYTE, -(-total // _MEGABYTE))
-
     try:
-        report = convert(source, out, options, dry_run=dry_run, progress=progress, warn=line.warn)
+        report = convert(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
     finally:
         line.clear()
     if settings.json:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from picaflor.errors import BadContainer, UsageError
 from picaflor.settings import Settings
+from picaflor.sizes import format_bytes
 
 if TYPE_CHECKING:
     from picaflor.runtime.engine import Engine, EngineOptions
@@ -25,6 +26,8 @@ STDIN = "-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PATH_START = ("/", "./", "../", "~/")
 _PROGRESS_PERIOD_S = 0.1
+_BYTE_STAGES = frozenset({"loading resident weights", "loading experts", "reading", "writing"})
+"""Stages whose progress counts bytes."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -126,6 +129,14 @@ def open_engine(word: str | None, settings: Settings) -> Iterator[Engine]:
             progress.clear()
 
 
+def progress_text(stage: str, done: int, total: int, width: int) -> str:
+    """One line of at most `width` columns: it loses words, never a part of a number."""
+    share = f"{done / total:.0%}"
+    show = format_bytes if stage in _BYTE_STAGES else str
+    texts = (f"{stage} {show(done)} of {show(total)} ({share})", f"{stage} {share}", share, "")
+    return next(text for text in texts if len(text) <= max(width, 0))
+
+
 class Progress:
     """One line on stderr that replaces itself; silent unless stderr is a terminal."""
 
@@ -143,7 +154,7 @@ class Progress:
             return
         self._next = now + _PROGRESS_PERIOD_S
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        text = f"{stage} {done} of {total} ({done / total:.0%})"[: columns - 1]
+        text = progress_text(stage, done, total, columns - 1)
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         self._shown = True
 

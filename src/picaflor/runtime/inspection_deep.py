@@ -154,7 +154,7 @@ def read_everything(
                         count += int(np.count_nonzero(bad))
                     seen += bad.size
                 if progress is not None:
-                    progress("reading: byte", done, total)
+                    progress("reading", done, total)
         except ReadFailed as error:
             findings.append(Finding(name, shard, str(error), 0, -1))
         if check is not None and count:
