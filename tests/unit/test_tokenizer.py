@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from picaflor.errors import BadTemplate, BadTokenizer, UnsupportedConfig
+from picaflor.errors import BadTemplate, BadTokenizer, ContextExceeded, UnsupportedConfig
 from picaflor.runtime.tokenizer import StopSet, Tokenizer, byte_alphabet, eos_ids, role_markers, stop_set
 
 CONTROL = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|im_end|>", "<mark é>"]
@@ -156,7 +157,11 @@ def test_a_missing_file_says_what_is_there_and_what_makes_it(tmp_path: Path, fil
         (b"\xff\xfe", "cannot be read as UTF-8 text"),
         (b"[]", "decoder is null; accepted: ByteLevel"),
         (b'{"decoder": {"type": "WordPiece"}}', 'decoder is "WordPiece"; accepted: ByteLevel'),
-        (b'{"decoder": {"type": "ByteLevel"}}', "not usable: "),
+        (b'{"decoder": {"type": "ByteLevel"}}', "model is null; accepted: BPE"),
+        (b'{"decoder": {"type": "ByteLevel"}, "model": {"type": "Unigram"}}', 'model is "Unigram"; accepted: BPE'),
+        (b'{"decoder": {"type": "ByteLevel"}, "model": {"type": "WordLevel", "vocab": {}}}', 'model is "WordLevel"'),
+        (b'{"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE"}}', "not usable: "),
+        (b'{"decoder": {"type": "ByteLevel"}, "model": {"merges": []}}', "not usable: "),
     ],
 )
 def test_unusable_files_are_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
@@ -165,6 +170,92 @@ def test_unusable_files_are_refused_in_one_line(tmp_path: Path, content: bytes, 
         Tokenizer.open(tmp_path)
     assert "tokenizer.json: " in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def changed(folder: Path, change: Mapping[str, Any]) -> Path:
+    """A folder with the small tokenizer, its file's values replaced; those of "model" one by one."""
+    path = make(folder) / "tokenizer.json"
+    values = json.loads(path.read_text())
+    values["model"].update(change.get("model", {}))
+    values.update({name: value for name, value in change.items() if name != "model"})
+    path.write_text(json.dumps(values))
+    return folder
+
+
+CUT = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+PAD = {
+    "strategy": {"Fixed": 64},
+    "direction": "Left",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "[PAD]",
+}
+IN_FRONT = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|user|>": {"id": "<|user|>", "ids": [1], "tokens": ["<|user|>"]}},
+}
+
+
+@pytest.mark.parametrize("change", [{"truncation": CUT}, {"padding": PAD}, {"post_processor": IN_FRONT}])
+def test_what_a_file_says_for_training_changes_no_prompt(tmp_path: Path, change: Mapping[str, Any]) -> None:
+    text = "the cat sat on the mat"
+    ids = Tokenizer.open(make(tmp_path)).encode(text)
+    inner = tokenizers.Tokenizer.from_file(str(changed(tmp_path, change) / "tokenizer.json"))
+    assert inner.encode(text).ids != ids
+    assert Tokenizer.open(tmp_path).encode(text) == ids
+
+
+@pytest.mark.parametrize("dropout", [0.9, 1, 1e-9, True])
+def test_an_encoding_by_chance_is_refused(tmp_path: Path, dropout: object) -> None:
+    with pytest.raises(BadTokenizer, match=rf"model\.dropout is {json.dumps(dropout)}, .*accepted: null or 0"):
+        Tokenizer.open(changed(tmp_path, {"model": {"dropout": dropout}}))
+
+
+@pytest.mark.parametrize("dropout", [None, 0, 0.0])
+def test_no_dropout_is_accepted(tmp_path: Path, dropout: object) -> None:
+    Tokenizer.open(changed(tmp_path, {"model": {"dropout": dropout}}))
+
+
+def test_a_library_that_gives_up_is_a_bad_tokenizer(tmp_path: Path) -> None:
+    endless = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 1000}
+    tokenizer = Tokenizer.open(changed(tmp_path, {"normalizer": endless}))
+    with pytest.raises(BadTokenizer, match=r"tokenizer\.json: not usable: ") as caught:
+        tokenizer.encode("the cat")
+    assert "\n" not in str(caught.value)
+    assert tokenizer.decode([-1, 1 << 40]) == ""
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tokenizer: Tokenizer) -> None:
+    tokenizer.most_tokens = 10
+    assert tokenizer.encode("the " * 160)
+    with pytest.raises(ContextExceeded, match="641 characters; a context of 10 tokens takes at most 640"):
+        tokenizer.encode("x" * 641)
+
+
+def unreadable(path: Path, kind: str) -> str:
+    """Put something that is no file at a path; returns what an error says about it."""
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to(path.parent / "nowhere")
+        return f"is a link to {path.parent / 'nowhere'}, which does not exist"
+    if kind == "loop":
+        path.symlink_to(path)
+        return "cannot be read: Too many levels of symbolic links"
+    if kind == "folder":
+        path.mkdir()
+        return "is a folder; a regular file was expected"
+    os.mkfifo(path)
+    return "is a pipe; a regular file was expected"
+
+
+@pytest.mark.parametrize("kind", ["link", "loop", "folder", "pipe"])
+def test_what_cannot_be_read_is_not_called_missing(tmp_path: Path, kind: str) -> None:
+    cause = unreadable(tmp_path / "tokenizer.json", kind)
+    with pytest.raises(BadTokenizer, match=re.escape(f"{tmp_path / 'tokenizer.json'}: {cause}")):
+        Tokenizer.open(tmp_path)
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path) -> None:

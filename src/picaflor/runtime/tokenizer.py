@@ -13,14 +13,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
-from picaflor.errors import BadTemplate, BadTokenizer, UnsupportedConfig
+from picaflor.errors import BadTemplate, BadTokenizer, ContextExceeded, UnsupportedConfig
+from picaflor.runtime import sidefile
 
 MAX_TOKENIZER_BYTES = 1 << 30
 FILE = "tokenizer.json"
+MOST_LETTERS = 64
+"""Characters per token of the context beyond which a prompt is refused before it is looked at."""
+_T = TypeVar("_T")
 _OTHER_FILES = ("*.tiktoken", "tiktoken.model", "tokenizer.model", "vocab.json", "merges.txt", "tokenization_*.py")
 
 
@@ -34,14 +38,21 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class Tokenizer:
-    """A byte-level tokenizer. `special`: ids of added tokens that are control tokens, not content."""
+    """A byte-level tokenizer. `special`: ids of added tokens that are control tokens, not content.
+
+    `most_tokens`: the context that texts are encoded for, None where any length is wanted. What a file says about
+    cutting and padding is for training and is switched off.
+    """
 
     def __init__(self, inner: tokenizers.Tokenizer, *, where: str) -> None:
         self.where = where
+        inner.no_truncation()
+        inner.no_padding()
         self._inner = inner
         added = inner.get_added_tokens_decoder()
         self.added: dict[int, str] = {number: token.content for number, token in added.items()}
         self.special = frozenset(number for number, token in added.items() if token.special)
+        self.most_tokens: int | None = None
         self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
 
@@ -52,13 +63,10 @@ class Tokenizer:
         `vocabulary`: rows of the model's embedding; a token beyond it is refused.
         """
         path = directory / FILE
-        if not path.is_file():
+        text = sidefile.read_text(path, most_bytes=MAX_TOKENIZER_BYTES, error=BadTokenizer)
+        if text is None:
             raise BadTokenizer(_missing(directory, family))
-        size = path.stat().st_size
-        if size > MAX_TOKENIZER_BYTES:
-            raise BadTokenizer(f"{path}: {size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
-        text = _read_text(path)
-        _check_decoder(text, path)
+        _check_parts(text, path)
         tokenizer = cls(_parse(text, path), where=str(path))
         largest = max(tokenizer._inner.get_vocab(with_added_tokens=True).values(), default=-1)
         if vocabulary is not None and largest >= vocabulary:
@@ -66,8 +74,20 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text; nothing is put in front. Added tokens are found wherever their text stands."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        """Token ids of a text; nothing is put in front. Added tokens are found wherever their text stands.
+
+        Raises ContextExceeded for a text that cannot fit `most_tokens`, BadTokenizer where the library gives up.
+        """
+        most = None if self.most_tokens is None else MOST_LETTERS * self.most_tokens
+        if most is not None and len(text) > most:
+            raise ContextExceeded(
+                f"the text has {len(text)} characters; a context of {self.most_tokens} tokens takes at most {most}: "
+                "shorten it or raise --ctx"
+            )
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = _guarded(lambda: self._inner.encode(text, add_special_tokens=False).ids, self.where)
         return ids
 
     def token_id(self, text: str) -> int | None:
@@ -85,7 +105,9 @@ class Tokenizer:
     def _spell(self, number: int) -> bytes:
         if number in self.added:
             return self.added[number].encode()
-        text: str | None = self._inner.id_to_token(number)
+        if not 0 <= number < 1 << 32:
+            return b""
+        text: str | None = _guarded(lambda: self._inner.id_to_token(number), self.where)
         if text is None:
             return b""
         try:
@@ -140,34 +162,40 @@ def _missing(directory: Path, family: str) -> str:
     return f"{fault}; model family {family}; accepted: a byte-level {FILE}; {remedy}"
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadTokenizer(f"{path}: cannot be read as UTF-8 text: {error}") from error
-
-
-def _check_decoder(text: str, path: Path) -> None:
-    """Refuse vocabularies whose tokens are not plain bytes."""
+def _check_parts(text: str, path: Path) -> None:
+    """Refuse vocabularies whose tokens are not plain bytes, and encodings that differ from one time to the next."""
     try:
         values = json.loads(text)
     except (RecursionError, ValueError) as error:
         raise BadTokenizer(f"{path}: not valid JSON: {error}") from error
-    decoder = values.get("decoder") if isinstance(values, dict) else None
+    decoder, model = ((values.get(name) if isinstance(values, dict) else None) for name in ("decoder", "model"))
     kind = decoder.get("type") if isinstance(decoder, dict) else None
     if kind != "ByteLevel":
         raise BadTokenizer(f"{path}: decoder is {json.dumps(kind)}; accepted: ByteLevel")
+    if not isinstance(model, dict) or model.get("type", "BPE" if "merges" in model else None) != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise BadTokenizer(f"{path}: model is {json.dumps(kind)[:80]}; accepted: BPE")
+    dropout = model.get("dropout")
+    if dropout is not None and (isinstance(dropout, bool) or dropout != 0):
+        raise BadTokenizer(
+            f"{path}: model.dropout is {json.dumps(dropout)[:80]}, so that a text has other tokens each time; "
+            "accepted: null or 0"
+        )
 
 
 def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
+    return _guarded(lambda: tokenizers.Tokenizer.from_str(text), str(path))
+
+
+def _guarded(call: Callable[[], _T], where: str) -> _T:
+    """What the library gives. Raises BadTokenizer where it refuses."""
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        return call()
     except BaseException as error:
-        # The library raises plain Exception for a bad file, and a BaseException where its own code gives up.
+        # The library raises plain Exception for what it refuses, and a BaseException where its own code gives up.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise BadTokenizer(
-                f"{path}: not usable: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from error
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            raise BadTokenizer(f"{where}: not usable: {reason}") from error
         raise
 
 
