@@ -635,6 +635,36 @@ def test_chat_takes_back_a_turn_that_failed(
     monkeypatch.setattr(fake, "script", (fail_once, " fine"))
     chat_lines(monkeypatch, "long", "short")
     code, out, err = picaflor("chat")
-    assert (code, out) == (0, " fine\n")
+    assert (code, out) == (1, " fine\n")
     assert "picaflor: error: 9 tokens, 8 fit (this turn is taken back; :reset starts anew)" in err
     assert fake.calls[1][0] == "<user>short<assistant>"
+
+
+class Typing(io.StringIO):
+    """A terminal as stdin; `input` is replaced."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_chat_at_a_terminal_ends_well_whatever_failed(
+    fake: type[FakeEngine], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "script", (" half", ContextExceeded("9 tokens, 8 fit")))
+    monkeypatch.setitem(sys.modules, "readline", None)
+    monkeypatch.setattr(sys, "stdin", Typing())
+    chat_lines(monkeypatch, "Hi")
+    assert cli.main(["chat"]) == 0
+
+
+@pytest.mark.parametrize(("error", "code"), [(ContextExceeded("9 tokens, 8 fit"), 1), (KeyboardInterrupt(), 130)])
+def test_chat_error_after_a_part_of_an_answer_starts_a_line(
+    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(fake, "script", (" half", error))
+    chat_lines(monkeypatch, "Hi")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert picaflor("chat")[0] == code
+    assert "\n half\npicaflor: " in terminal.getvalue()

@@ -32,8 +32,11 @@ HELP = ":reset forgets the conversation, :help shows this, :quit or Ctrl-D leave
 @click.command()
 @click.argument("model", required=False)
 @table.options("chat")
-def command(model: str | None, settings: Settings) -> None:
-    """Talk with MODEL, a directory; without it with the built-in one. :help lists the commands inside."""
+def command(model: str | None, settings: Settings) -> int:
+    """Talk with MODEL, a directory; without it with the built-in one. :help lists the commands inside.
+
+    Lines from a pipe are turns too; then the exit code is 1 if one of them failed.
+    """
     with open_engine(model, settings) as engine:
         chat = Chat(engine, settings)
         print(f"{engine.name}. {HELP}", file=sys.stderr, flush=True)
@@ -43,13 +46,18 @@ def command(model: str | None, settings: Settings) -> None:
 
             engine.measure_memory_limit()
             print_report(engine.record(), sys.stderr)
+    return 1 if chat.failed and not sys.stdin.isatty() else 0
 
 
 class Chat:
-    """The conversation: whole turns only. A turn that failed is taken back; one that was cut stays as far as it got."""
+    """The conversation: whole turns only. A turn that failed is taken back; one that was cut stays as far as it got.
+
+    `failed`: how many turns were taken back.
+    """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.messages: list[dict[str, str]] = []
+        self.failed = 0
         self._engine = engine
         self._sampling = sampling_options(settings)
 
@@ -101,7 +109,12 @@ class Chat:
                 for piece in self._engine.generate(ids, self._sampling, cancel=cancel):
                     text += piece.text
                     print(piece.text, end="", flush=True)
-        except PicaflorError as error:
+        except BaseException as error:
+            if text:
+                print(flush=True)
+            if not isinstance(error, PicaflorError):
+                raise
+            self.failed += 1
             print(
                 f"picaflor: error: {error} (this turn is taken back; :reset starts anew)", file=sys.stderr, flush=True
             )
