@@ -118,7 +118,11 @@ def test_eval_as_a_table(engine: FakeEngine, texts: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--window", "21"], 1, "all-a.txt: 21 tokens; one window needs 22"),
+        (
+            ["--window", "21"],
+            1,
+            "nothing to score: all-a.txt: 21 tokens; one window needs 22 (--window 21); mixed.txt: 21",
+        ),
         (["--window", "10", "--ctx", "9"], 2, "--ctx 9 is shorter than --window 10"),
         (["--window", "0"], 2, "--window"),
     ],
@@ -133,6 +137,39 @@ def test_eval_refusals(
 ) -> None:
     assert run_command_line(["eval", "m", "--text", str(texts), *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_eval_skips_what_is_too_short_and_scores_the_rest(
+    engine: FakeEngine, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (texts / "a-short.txt").write_text("abc")
+    (texts / "b-none.txt").touch()
+    assert run_command_line(["eval", "--text", str(texts), "--window", "10", "--json"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert [entry["name"] for entry in record["files"]] == ["all-a.txt", "mixed.txt"]
+    assert record["skipped"] == [
+        {"name": "a-short.txt", "tokens": 3, "needed": 11},
+        {"name": "b-none.txt", "tokens": 0, "needed": 11},
+    ]
+    assert err.splitlines() == [
+        "picaflor: warning: skipped a-short.txt: 3 tokens; one window needs 11 (--window 10)",
+        "picaflor: warning: skipped b-none.txt: the file is empty",
+    ]
+    assert engine.opened[0][0] is None  # type: ignore[attr-defined]
+
+
+def test_eval_of_nothing_that_can_be_scored_fails(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in (("a.txt", ""), ("b.txt", "x")):
+        (tmp_path / name).write_text(text)
+    assert run_command_line(["eval", "m", "--text", str(tmp_path), "--window", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "picaflor: error: nothing to score: a.txt: the file is empty; b.txt: 1 token; one window needs 5 (--window 4)"
+    ]
 
 
 def test_eval_without_texts_names_the_option(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

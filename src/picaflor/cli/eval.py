@@ -1,4 +1,4 @@
-"""`picaflor eval MODEL --text DIR`: mean negative log-likelihood and perplexity of text files.
+"""`picaflor eval [MODEL] --text DIR`: mean negative log-likelihood and perplexity of text files.
 
 Must not know how a likelihood is computed; runtime.evaluate does that.
 """
@@ -15,59 +15,85 @@ from typing import TYPE_CHECKING
 import click
 
 from picaflor import settings as table
-from picaflor.cli.model import Progress, open_engine
-from picaflor.errors import UsageError
+from picaflor.cli.model import Progress, counted, open_engine
+from picaflor.errors import PicaflorError, UsageError
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
+    from picaflor.backends.api import I32
     from picaflor.runtime.engine import Engine
     from picaflor.runtime.evaluate import TextScore
 
 
 @click.command()
-@click.argument("model", metavar="MODEL")
+@click.argument("model", required=False)
 @click.option("--text", type=click.Path(path_type=Path), required=True, help="Folder of .txt files, or one file.")
 @click.option("--window", type=click.IntRange(min=1), default=1024, help="Tokens per window. Default: 1024.")
 @click.option("--limit", type=click.IntRange(min=1), help="Most windows per file; all by default.")
 @table.options("eval")
-def command(model: str, text: Path, window: int, limit: int | None, settings: Settings) -> None:
-    """Score text files with MODEL, a directory.
+def command(model: str | None, text: Path, window: int, limit: int | None, settings: Settings) -> None:
+    """Score text files with MODEL, a directory; without it with the built-in one.
 
     Each file is cut into windows that do not overlap; a window is a fresh sequence, without any prefix, and its targets
-    are the same tokens shifted by one. What is left behind the last whole window is not scored.
+    are the same tokens shifted by one. What is left behind the last whole window is not scored. A file too short
+    for one window is named and skipped; the exit code is 1 where no file could be scored.
     """
-    from picaflor.runtime.evaluate import find_texts, read_text
+    import numpy as np
+
+    from picaflor.runtime.evaluate import find_texts, read_text, window_count
 
     texts = [(path, read_text(path)) for path in find_texts(text)]
     if settings.ctx is not None and settings.ctx < window:
         raise UsageError(f"--ctx {settings.ctx} is shorter than --window {window}")
     with open_engine(model, dataclasses.replace(settings, ctx=settings.ctx or window)) as engine:
-        scores = [_score(engine, path, content, window, limit) for path, content in texts]
+        tokens = [np.array(engine.tokenizer.encode(content), np.int32) for _, content in texts]
+        fits = [window_count(len(ids), window) > 0 for ids in tokens]
+        skipped = [
+            Skipped(path.name, len(ids), window + 1)
+            for (path, _), ids, fit in zip(texts, tokens, fits, strict=True)
+            if not fit
+        ]
+        if not any(fits):
+            raise PicaflorError(f"nothing to score: {'; '.join(map(str, skipped[:3]))}{'; ...' * (len(skipped) > 3)}")
+        for entry in skipped:
+            print(f"picaflor: warning: skipped {entry}", file=sys.stderr, flush=True)
+        scores = [
+            _score(engine, ids, path.name, len(content.encode("utf-8")), window, limit)
+            for (path, content), ids, fit in zip(texts, tokens, fits, strict=True)
+            if fit
+        ]
         name = engine.name
     if settings.json:
-        files = [score.record() for score in scores]
-        print(json.dumps({"model": name, "precision": settings.precision, "window": window, "files": files}))
+        record = {"model": name, "precision": settings.precision, "window": window}
+        record |= {"files": [score.record() for score in scores]}
+        record |= {"skipped": [dataclasses.asdict(entry) for entry in skipped]}
+        print(json.dumps(record))
     else:
         _print(name, scores)
 
 
-def _score(engine: Engine, path: Path, content: str, window: int, limit: int | None) -> TextScore:
-    import numpy as np
+@dataclasses.dataclass(frozen=True, slots=True)
+class Skipped:
+    """A file with fewer than the `needed` tokens of one window."""
 
+    name: str
+    tokens: int
+    needed: int
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return f"{self.name}: the file is empty"
+        return (
+            f"{self.name}: {counted(self.tokens, 'token')}; one window needs {self.needed} (--window {self.needed - 1})"
+        )
+
+
+def _score(engine: Engine, ids: I32, name: str, nbytes: int, window: int, limit: int | None) -> TextScore:
     from picaflor.runtime.evaluate import score_tokens
 
-    ids = np.array(engine.tokenizer.encode(content), np.int32)
     progress = _Eta(Progress())
     try:
-        return score_tokens(
-            engine,
-            ids,
-            name=path.name,
-            nbytes=len(content.encode("utf-8")),
-            window=window,
-            limit=limit,
-            progress=progress,
-        )
+        return score_tokens(engine, ids, name=name, nbytes=nbytes, window=window, limit=limit, progress=progress)
     finally:
         progress.line.clear()
 
