@@ -19,6 +19,7 @@ from picaflor.conformance.mutants_stored import scales, with_scales
 from picaflor.conformance.oracle_formats import read, rotate, unrotate
 from picaflor.conformance.proxy import Fault, FaultyDevice
 from picaflor.conformance.verify import Variant, What
+from picaflor.runtime.plan import EngineOptions, load_backend
 
 STORED = [(name, size) for name, form in formats.REGISTRY.items() for size in (form.group_sizes or (0,))]
 
@@ -98,6 +99,17 @@ def test_other_bits_on_one_variant_are_counted(monkeypatch: pytest.MonkeyPatch) 
     report = verify.verify(what)
     assert report.differing > 0
     assert any("other bits than scalar x1" in failure.fault for failure in report.failures)
+
+
+def test_a_fallback_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def disabled(what: What, variant: Variant, precision: str) -> Device:
+        device: Any = load_backend(EngineOptions(threads=1, disable=("cpu.matmul.int3-g64",)), lambda text: None)
+        return device
+
+    monkeypatch.setattr(verify, "open_device", disabled)
+    report = verify.verify(What(ops=("matmul",), formats=("int3-g64",), precisions=("standard",)))
+    assert {failure.fault for failure in report.failures} == {"another kernel ran instead of cpu.matmul.int3-g64"}
+    assert report.differing == 0
 
 
 def test_a_lost_case_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

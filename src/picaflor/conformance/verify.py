@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picaflor import settings
-from picaflor.backends.table import NO_FORMAT, Cell
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.conformance import attending, suite
 from picaflor.conformance.case import Case, Device, Prepared, hold, make_matrix, random, start
 from picaflor.conformance.check import LARGEST_DIGIT, Array, compare, differing
@@ -146,10 +146,14 @@ def _check_case(what: What, case: Prepared, report: Report) -> None:
         first: list[Array] | None = None
         for variant in report.variants:
             where = f"{precision}, {variant}"
-            found = run_case(case, open_device(what, variant, precision))
+            device = open_device(what, variant, precision)
+            found = run_case(case, device)
             if isinstance(found, str):
                 report.failures.append(Failure(case.case.label, where, found))
                 continue
+            others = _fallbacks(device)
+            if others:
+                report.failures.append(Failure(case.case.label, where, f"another kernel ran instead of {others}"))
             outcome = compare(found, case.expected(precision), precision)
             key = (case.case.op, case.case.format, precision)
             report.metrics[key] = max(report.metrics.get(key, 0.0), outcome.metric)
@@ -159,6 +163,12 @@ def _check_case(what: What, case: Prepared, report: Report) -> None:
                 first = found
             else:
                 _check_bits(case.case, where, first, found, report)
+
+
+def _fallbacks(device: Any) -> str:
+    """Names of the cells that did not run themselves; what was verified then is not what was asked for."""
+    table = getattr(device, "table", None)
+    return ", ".join(table.fallbacks) if isinstance(table, CapabilityTable) else ""
 
 
 def run_case(case: Prepared, device: Device) -> list[Array] | str:
