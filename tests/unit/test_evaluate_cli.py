@@ -36,6 +36,7 @@ class FakeEngine:
     vocabulary = 256
     isa = "scalar"
     threads = 3
+    context = 90
 
     def __init__(self) -> None:
         self.replays: list[tuple[list[int], list[int]]] = []
@@ -191,6 +192,27 @@ def test_bench_decode_as_json(engine: FakeEngine, capsys: pytest.CaptureFixture[
     assert (record["tokens"], record["repeats"], record["prompt_tokens"]) == (4, 2, 3)
     ids = bench.fixed_tokens(256, 7, 1).tolist()
     assert engine.replays == [(ids[:3], ids[3:])] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "opened", "message"),
+    [
+        (["--tokens", "75"], 1, "--prompt-tokens 16 and --tokens 75 are 91 tokens and the context holds 90: "),
+        (["--tokens", "50", "--ctx", "65"], 0, "are 66 tokens and the context holds 65: "),
+        (["--tokens", "4000", "--prompt-tokens", "97"], 0, "are 4097 tokens and the context holds 4096: "),
+    ],
+    ids=["model", "option", "default"],
+)
+def test_bench_decode_beyond_the_context_measures_nothing(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str], words: list[str], opened: int, message: str
+) -> None:
+    assert run_command_line(["bench", "decode", "m", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(engine.opened) == opened  # type: ignore[attr-defined]
+    assert engine.replays == []
+    assert run_command_line(["bench", "decode", "m", "--repeats", "1", "--tokens", "74"]) == 0
 
 
 def test_bench_decode_feeds_a_text(engine: FakeEngine, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,9 +51,12 @@ def command(
     memory is read before each repeat and after the last one, in the same process and with as many threads.
     """
     from picaflor.runtime.bench import MemoryProbe, measure_decode
+    from picaflor.runtime.plan import DEFAULT_CONTEXT
 
     line = Progress()
+    _check_context(prompt_tokens, tokens, settings.ctx or DEFAULT_CONTEXT)
     with open_engine(model, settings) as engine:
+        _check_context(prompt_tokens, tokens, engine.context)
         ids = _token_ids(engine, prompt_tokens + tokens, token_seed, text)
         bench = measure_decode(
             engine,
@@ -69,6 +72,16 @@ def command(
         print(json.dumps(record))
     else:
         _print(record)
+
+
+def _check_context(prompt_tokens: int, tokens: int, context: int) -> None:
+    """Before anything is measured. Raises UsageError."""
+    total = prompt_tokens + tokens
+    if total > context:
+        raise UsageError(
+            f"--prompt-tokens {prompt_tokens} and --tokens {tokens} are {total} tokens and the context holds {context}:"
+            " give fewer, or a larger --ctx"
+        )
 
 
 def _token_ids(engine: Engine, count: int, seed: int, text: Path | None) -> list[int]:
