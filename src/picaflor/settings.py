@@ -51,7 +51,11 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table. `commands` are those that take it as a flag; none means environment and file only."""
+    """One row of the table. `commands` are those that take it as a flag; none means environment and file only.
+
+    `unset` says what happens where a default of None is left; `other_help` has the text for commands where the option
+    means something else.
+    """
 
     name: str
     kind: Kind
@@ -59,6 +63,8 @@ class Option:
     help: str
     commands: tuple[str, ...]
     short: str | None = None
+    unset: str = ""
+    other_help: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def flag(self) -> str:
@@ -69,6 +75,13 @@ class Option:
     def variable(self) -> str:
         """As `PICAFLOR_TOP_P`."""
         return PREFIX + self.name.upper()
+
+    def help_for(self, command: str) -> str:
+        """The text of `command --help`, default included."""
+        if command in self.other_help:
+            return self.other_help[command]
+        default = self.unset if self.default in (None, False, ()) else str(self.default)
+        return self.help + (f" Default: {default}." if default else "")
 
 
 def _size() -> Kind:
@@ -136,7 +149,7 @@ def _texts(metavar: str) -> Kind:
             raise ValueError
         return tuple(value)
 
-    return Kind(metavar, 'text, or a list of texts as ["a", "b"]', read)
+    return Kind(metavar, 'text that is not empty, or a list of such texts as ["a", "b"]', read)
 
 
 def _path() -> Kind:
@@ -148,22 +161,51 @@ def _path() -> Kind:
     return Kind("PATH", "a path", read)
 
 
-def _option(kind: Kind, default: Any, help: str, commands: tuple[str, ...], short: str | None = None) -> Any:
-    return field(default=default, metadata={"kind": kind, "help": help, "commands": commands, "short": short})
+def _option(
+    kind: Kind,
+    default: Any,
+    help: str,
+    commands: tuple[str, ...],
+    short: str | None = None,
+    *,
+    unset: str = "",
+    other_help: Mapping[str, str] | None = None,
+) -> Any:
+    row = {"kind": kind, "help": help, "commands": commands, "short": short, "unset": unset}
+    return field(default=default, metadata=row | {"other_help": MappingProxyType(dict(other_help or {}))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The table, and the values of one run. Sizes are in bytes; None means that the program decides."""
 
-    ram: int | None = _option(_size(), None, "Most anonymous and locked memory of the whole process.", ENGINE_COMMANDS)
-    expert_slots: int | None = _option(_count(1), None, "Experts kept in memory per layer.", ENGINE_COMMANDS)
-    ctx: int | None = _option(_count(1), None, "Most tokens of prompt and answer together.", ENGINE_COMMANDS)
+    ram: int | None = _option(
+        _size(),
+        None,
+        "Most anonymous and locked memory of the whole process.",
+        ENGINE_COMMANDS,
+        unset="what the machine and its limits grant",
+    )
+    expert_slots: int | None = _option(
+        _count(1), None, "Experts kept in memory per layer.", ENGINE_COMMANDS, unset="as many as fit in memory"
+    )
+    ctx: int | None = _option(
+        _count(1),
+        None,
+        "Most tokens of prompt and answer together.",
+        ENGINE_COMMANDS,
+        unset="4096, or the model's maximum where that is less",
+        other_help={"eval": "Most tokens of a window. Default: that of --window."},
+    )
     threads: int | None = _option(
         _count(1, 1024),
         None,
-        "Threads that multiply; by default what the machine grants.",
+        "Threads that multiply.",
         (*ENGINE_COMMANDS, "bench kernels"),
+        unset="what the machine grants",
+        other_help={
+            "bench kernels": "Threads of the second line; the first has one. Default: what the machine grants."
+        },
     )
     backend: str = _option(
         _choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities", "verify")
@@ -180,19 +222,26 @@ class Settings:
         "Instruction set of the CPU kernels; same bits from each.",
         (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),
     )
-    prefill_chunk: int | None = _option(_count(1), None, "Most prompt tokens computed in one step.", ENGINE_COMMANDS)
-    read_threads: int | None = _option(_count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS)
+    prefill_chunk: int | None = _option(
+        _count(1), None, "Most prompt tokens computed in one step.", ENGINE_COMMANDS, unset="256"
+    )
+    read_threads: int | None = _option(
+        _count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS, unset="8"
+    )
     group_size: int | None = _option(
         _count(2),
         None,
-        "Group size of int4-grouped tensors in a container that does not state it; for convert, of those it writes.",
-        (*ENGINE_COMMANDS, "inspect", "capabilities", "convert"),
+        "Group size of int4-grouped tensors in a container that does not state it.",
+        (*ENGINE_COMMANDS, "inspect", "capabilities", "doctor", "convert"),
+        unset="as the sizes of the tensors tell",
+        other_help={"convert": "Group size of the int4-grouped tensors that are written. Default: 64."},
     )
     latent_norm_eps: float | None = _option(
         _real(0, 1, open_low=True),
         None,
         "eps of the norms of the MLA latents, where the config does not state it.",
         ENGINE_COMMANDS,
+        unset="1e-06",
     )
     disable: tuple[str, ...] = _option(
         _texts("BACKEND.OP[.FORMAT]"), (), "Kernel not to be used; may be repeated.", (*ENGINE_COMMANDS, "capabilities")
@@ -207,7 +256,11 @@ class Settings:
     temperature: float = _option(_real(0, 2), 0.7, "Sampling temperature; 0 is greedy.", TEXT_COMMANDS)
     top_p: float = _option(_real(0, 1, open_low=True), 0.9, "Sample from this much probability.", TEXT_COMMANDS)
     seed: int | None = _option(
-        _count(0, 2**64 - 1), None, "Seed of the sampler; drawn anew by default and told by --profile.", TEXT_COMMANDS
+        _count(0, 2**64 - 1),
+        None,
+        "Seed of the sampler; --profile tells it.",
+        TEXT_COMMANDS,
+        unset="drawn anew",
     )
     stop: tuple[str, ...] = _option(_texts("TEXT"), (), "End before this text; may be repeated.", TEXT_COMMANDS)
     chat: bool = _option(_switch(), False, "Put the prompt into the model's chat template.", ("run",))
@@ -232,6 +285,8 @@ TABLE: Mapping[str, Option] = MappingProxyType(
             f.metadata["help"],
             f.metadata["commands"],
             f.metadata["short"],
+            f.metadata["unset"],
+            f.metadata["other_help"],
         )
         for f in fields(Settings)
     }
@@ -271,7 +326,8 @@ def _read(option: Option, place: str, value: object) -> Any:
     try:
         return option.kind.read(value)
     except (ValueError, UsageError):
-        raise UsageError(f"{place}: {value!r} is not accepted; give {option.kind.accepts}") from None
+        shown = ", ".join(map(repr, value)) if isinstance(value, tuple) else repr(value)
+        raise UsageError(f"{place}: {shown} is not accepted; give {option.kind.accepts}") from None
 
 
 def _unknown(name: str, known: list[str], *, skip: int = 0) -> str:
@@ -329,14 +385,14 @@ def options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         decorated: Callable[..., Any] = wrapper
         for option in reversed(rows):
-            decorated = _click_option(click, option)(decorated)
+            decorated = _click_option(click, option, command)(decorated)
         return decorated
 
     return decorate
 
 
-def _click_option(click: Any, option: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    text = option.help + ("" if option.default in (None, False, ()) else f" Default: {option.default}.")
+def _click_option(click: Any, option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    text = option.help_for(command)
     if isinstance(option.default, bool):
         names = f"{option.flag}/--no-{option.flag[2:]}"
         decorator = click.option(names, option.name, default=None, help=text)
@@ -354,8 +410,9 @@ def reference() -> str:
     lines = ["| flag | variable | default | accepts | does | commands |", "|---|---|---|---|---|---|"]
     for option in TABLE.values():
         flags = ", ".join(f"`{name}`" for name in (option.short, option.flag) if name) if option.commands else "none"
-        default = "" if option.default in (None, ()) else f"`{str(option.default).lower()}`"
+        default = option.unset if option.default in (None, ()) else f"`{str(option.default).lower()}`"
         commands = ", ".join(option.commands)
-        cells = (flags, f"`{option.variable}`", default, option.kind.accepts, option.help, commands)
+        does = " ".join([option.help, *(f"{command}: {text}" for command, text in option.other_help.items())])
+        cells = (flags, f"`{option.variable}`", default, option.kind.accepts, does, commands)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -116,8 +116,8 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("temperature", "2.01", "a number from 0 to 2"),
         ("temperature", "nan", "a number from 0 to 2"),
         ("top_p", "0", "a number above 0 to 1"),
-        ("stop", '["a", 1]', 'text, or a list of texts as ["a", "b"]'),
-        ("stop", "[", 'text, or a list of texts as ["a", "b"]'),
+        ("stop", '["a", 1]', 'text that is not empty, or a list of such texts as ["a", "b"]'),
+        ("stop", "[", 'text that is not empty, or a list of such texts as ["a", "b"]'),
         ("strict", "maybe", "one of true, false, yes, no, on, off, 1, 0"),
     ],
 )
@@ -230,3 +230,31 @@ def test_command_without_options_is_a_mistake_in_the_code() -> None:
 def test_documentation_is_the_table() -> None:
     page = Path(__file__).parents[2] / "docs" / "commands.md"
     assert settings.reference() in page.read_text()
+
+
+def test_defaults_in_words_are_the_programs_own() -> None:
+    from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
+    from picaflor.runtime.plan import DEFAULT_CHUNK, DEFAULT_CONTEXT
+    from picaflor.store.store import READ_THREADS
+
+    assert TABLE["ctx"].unset == f"{DEFAULT_CONTEXT}, or the model's maximum where that is less"
+    assert TABLE["prefill_chunk"].unset == str(DEFAULT_CHUNK)
+    assert TABLE["read_threads"].unset == str(READ_THREADS)
+    assert TABLE["latent_norm_eps"].unset == f"{LATENT_NORM_EPS:g}"
+    text = CliRunner().invoke(command([]), ["--help"], terminal_width=300).output
+    assert "Threads that read experts from disk. Default: 8." in text
+    assert "Threads that multiply. Default: what the machine grants." in text
+
+
+def test_group_size_is_explained_per_command() -> None:
+    option = TABLE["group_size"]
+    assert option.help_for("convert") == "Group size of the int4-grouped tensors that are written. Default: 64."
+    for name in option.commands:
+        assert ("does not state it" in option.help_for(name)) == (name != "convert"), name
+
+
+def test_empty_texts_are_refused_in_plain_words() -> None:
+    with pytest.raises(UsageError) as caught:
+        load("run", {"stop": ("",)}, environ={})
+    accepted = 'text that is not empty, or a list of such texts as ["a", "b"]'
+    assert str(caught.value) == f"--stop: '' is not accepted; give {accepted}"
