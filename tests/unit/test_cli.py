@@ -160,7 +160,7 @@ def error_line(err: str) -> str:
 def test_prompt_alone_uses_the_demo_and_says_so(picaflor: Run, fake: type[FakeEngine]) -> None:
     code, out, err = picaflor("run", "Once upon a time", "--seed", "7")
     assert (code, out) == (0, " there was\n")
-    assert err == f"{DEMO_LINE}\npicaflor: warning: an odd key\n"
+    assert err == f"picaflor: warning: an odd key\n{DEMO_LINE}\n"
     assert fake.opened == (None, FakeOptions())
     assert fake.calls[0] == ("\x01Once upon a time", FakeSampling(max_tokens=256, temperature=0.7, top_p=0.9, seed=7))
     assert fake.calls[-1] == ("closed", None)
@@ -407,7 +407,16 @@ def test_interrupt_is_clean(picaflor: Run, fake: type[FakeEngine], monkeypatch: 
         ((), "no command given"),
         (("rnu", "x"), "no such command: rnu; did you mean run?"),
         (("run", "x", "--temprature", "1"), "no such option: --temprature; did you mean --temperature"),
-        (("run", "x", "--temperature"), "option '--temperature' requires an argument"),
+        (
+            ("run", "x", "--temperature"),
+            "option '--temperature' requires an argument (picaflor run --help lists what it takes)",
+        ),
+        (
+            ("--debug", "bench", "decode", "x", "--ctx"),
+            "option '--ctx' requires an argument (picaflor bench decode --help lists what it takes)",
+        ),
+        (("inspect", "a", "b"), "got unexpected extra argument (b) (picaflor inspect --help lists what it takes)"),
+        (("run", "x", "--stop", ""), "--stop: '' is not accepted; give text that is not empty, or a list"),
         (("run", "x", "--temperature", "9"), "--temperature: '9' is not accepted; give a number from 0 to 2"),
         (("run", "x", "--backend", "cuda"), "--backend: 'cuda' is not accepted; give one of auto, cpu"),
         (("bench",), "no command given (picaflor bench --help"),
@@ -417,7 +426,9 @@ def test_interrupt_is_clean(picaflor: Run, fake: type[FakeEngine], monkeypatch: 
 def test_usage_errors(picaflor: Run, words: tuple[str, ...], message: str) -> None:
     code, out, err = picaflor(*words)
     assert (code, out) == (2, "")
-    assert error_line(err).startswith(f"picaflor: error: {message}")
+    lines = [line for line in err.splitlines() if line.startswith("picaflor: error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"picaflor: error: {message}")
 
 
 def test_unknown_variable_is_an_error(picaflor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,7 +540,7 @@ def test_reader_that_leaves_is_no_error() -> None:
         assert child.stdout.readline() == b" line of text\n"
         child.stdout.close()
         assert child.wait(60) == app.EXIT_BROKEN_PIPE
-        assert child.stderr.read().decode().splitlines() == [DEMO_LINE, "picaflor: warning: an odd key"]
+        assert child.stderr.read().decode().splitlines() == ["picaflor: warning: an odd key", DEMO_LINE]
 
 
 def test_reader_that_was_never_there_is_no_error() -> None:
@@ -539,7 +550,7 @@ def test_reader_that_was_never_there_is_no_error() -> None:
         os.close(writing)
         assert child.stderr is not None
         assert child.wait(60) == app.EXIT_BROKEN_PIPE
-        assert child.stderr.read().decode().splitlines() == [DEMO_LINE, "picaflor: warning: an odd key"]
+        assert child.stderr.read().decode().splitlines() == ["picaflor: warning: an odd key", DEMO_LINE]
 
 
 def test_interrupt_in_a_process() -> None:

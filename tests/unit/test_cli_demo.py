@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_cli import child_environment, default_interrupt
+from test_cli_doctor import Tensors, model_with
 
 from picaflor.cli.model import DEMO_LINE
 from picaflor.runtime.builtin import folder
@@ -129,10 +130,9 @@ def test_refusals_are_one_line(words: tuple[str, ...], code: int, message: str) 
     done = picaflor("run", *words)
     assert (done.returncode, done.stdout) == (code, "")
     lines = done.stderr.splitlines()
-    assert lines[0] == DEMO_LINE
-    assert len(lines) == 2
-    assert lines[1].startswith("picaflor: error: ")
-    assert message in lines[1]
+    assert lines[:-1] == [DEMO_LINE] * ("context holds" in message)
+    assert lines[-1].startswith("picaflor: error: ")
+    assert message in lines[-1]
 
 
 def test_unknown_model_type(tmp_path: Path) -> None:
@@ -144,6 +144,33 @@ def test_unknown_model_type(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert "unheard_of" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_inspect_and_eval_without_a_model_take_the_built_in_one(tmp_path: Path) -> None:
+    done = picaflor("inspect")
+    assert (done.returncode, done.stderr) == (0, f"{DEMO_LINE}\n")
+    assert done.stdout.startswith(f"{folder()}: glm_moe_dsa, 1 shard, 17.5 MiB")
+    (tmp_path / "a.txt").write_text("And he said unto them, Go ye into all the world.\n" * 3)
+    done = picaflor("eval", "--text", str(tmp_path), "--window", "16", "--json")
+    assert (done.returncode, done.stderr) == (0, f"{DEMO_LINE}\n")
+    (score,) = json.loads(done.stdout)["files"]
+    assert 1 < score["perplexity"] < 200
+
+
+def without_indexer(tensors: Tensors) -> None:
+    for name in [name for name in tensors if ".indexer." in name]:
+        del tensors[name]
+
+
+def test_inspect_says_what_a_missing_indexer_means(tmp_path: Path) -> None:
+    model_with(tmp_path, change=without_indexer)
+    done = picaflor("inspect", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("missing: indexer: ")]
+    assert line == (
+        "missing: indexer: the part that picks 512 tokens for attention; without it every token is used, which gives "
+        "the model's own results up to 512 tokens of context and other ones beyond"
+    )
 
 
 def test_capabilities_of_the_built_in_model() -> None:

@@ -62,7 +62,7 @@ def run_command_line(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the outermost frame: every error becomes one line here
         if debug:
             traceback.print_exc()
-        code, text = _explain(error)
+        code, text = _explain(error, words)
         _say(f"picaflor: error: {text}")
     return code
 
@@ -76,12 +76,12 @@ def _invoke(words: list[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _explain(error: Exception) -> tuple[int, str]:
-    """(exit code, one line) for an error."""
+def _explain(error: Exception, words: Sequence[str] = ()) -> tuple[int, str]:
+    """(exit code, one line) for an error of the command line `words`."""
     if isinstance(error, PicaflorError):
         return error.exit_code, _one_line(str(error))
     if isinstance(error, click.UsageError):
-        return EXIT_USAGE, _usage(error)
+        return EXIT_USAGE, _usage(error, words)
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError):
@@ -93,8 +93,25 @@ def _explain(error: Exception) -> tuple[int, str]:
     return EXIT_INTERNAL, f"internal error: {text} (picaflor --debug COMMAND shows where)"
 
 
-def _usage(error: click.UsageError) -> str:
-    path = error.ctx.command_path if error.ctx else "picaflor"
+def _command_path(words: Sequence[str]) -> str:
+    """As `picaflor bench decode`: the words that name the command."""
+    path = "picaflor"
+    command: click.Group = group
+    for word in words:
+        if word.startswith("-"):
+            continue
+        found = command.get_command(click.Context(command), word)
+        if found is None:
+            break
+        path = f"{path} {word}"
+        if not isinstance(found, click.Group):
+            break
+        command = found
+    return path
+
+
+def _usage(error: click.UsageError, words: Sequence[str]) -> str:
+    path = error.ctx.command_path if error.ctx else _command_path(words)
     hint = f" ({path} --help lists what it takes)"
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         return f"no command given{hint}"

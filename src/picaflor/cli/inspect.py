@@ -1,4 +1,4 @@
-"""`picaflor inspect MODEL`: formats, sizes and gaps of a container.
+"""`picaflor inspect [MODEL]`: formats, sizes and gaps of a container.
 
 Must not know how a container is examined; runtime.inspection does that.
 """
@@ -6,6 +6,7 @@ Must not know how a container is examined; runtime.inspection does that.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ _FINDINGS_SHOWN = 20
 
 
 @click.command()
-@click.argument("model", metavar="MODEL")
+@click.argument("model", required=False)
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes, format, shard, offset.")
 @click.option("--deep", is_flag=True, help="Read everything and look for scales and weights that are not finite.")
 @click.option(
@@ -36,19 +37,24 @@ _FINDINGS_SHOWN = 20
     help="One more directory to look for shards in; may be repeated.",
 )
 @table.options("inspect")
-def command(model: str, tensors: bool, deep: bool, extra_dirs: tuple[Path, ...], settings: Settings) -> None:
+def command(model: str | None, tensors: bool, deep: bool, extra_dirs: tuple[Path, ...], settings: Settings) -> None:
     """Show what is in MODEL, a directory: formats per class of tensor, true bits, sizes, and what is missing.
+
+    Without MODEL it is the built-in one.
 
     Exit code 1 when the model would not load.
     """
-    from picaflor.cli.model import Progress
+    from picaflor.cli.model import DEMO_LINE, Progress
     from picaflor.container.index import Container
+    from picaflor.runtime import builtin
     from picaflor.runtime.inspection import inspect_container, refuse
     from picaflor.runtime.inspection_deep import read_everything
 
-    path = Path(model).expanduser()
+    path = builtin.folder() if model is None else Path(model).expanduser()
     with Container.open(path, extra_dirs=extra_dirs, allow_missing=True) as container:
         found = inspect_container(container, group_size=settings.group_size, strict=settings.strict)
+        if model is None:
+            print(DEMO_LINE, file=sys.stderr, flush=True)
         progress = Progress()
         try:
             findings = read_everything(container, found.index, progress=progress) if deep else None

@@ -118,11 +118,11 @@ def open_engine(word: str | None, settings: Settings) -> Iterator[Engine]:
     path = model_path(word)
     from picaflor.runtime.engine import Engine
 
-    if path is None:
-        print(DEMO_LINE, file=sys.stderr, flush=True)
     progress = Progress()
     with Engine.open(path, engine_options(settings), progress=progress, warn=progress.warn) as engine:
         progress.clear()
+        if path is None:
+            print(DEMO_LINE, file=sys.stderr, flush=True)
         try:
             yield engine
         finally:

@@ -199,7 +199,11 @@ def _optional_parts(model: Model, values: Mapping[str, Any]) -> list[Gap]:
         gaps.append(Gap("draft head (MTP)", "no tokens are drafted by the model itself", False))
     if values.get("index_topk") and not any(spec.kind == "indexer" for spec in model.matrices()):
         top = show(values["index_topk"])
-        gaps.append(Gap("indexer", f"attention is dense; beyond {top} tokens that is another function", False))
+        meaning = (
+            f"the part that picks {top} tokens for attention; without it every token is used, which gives the model's "
+            f"own results up to {top} tokens of context and other ones beyond"
+        )
+        gaps.append(Gap("indexer", meaning, False))
     return gaps
 
 
