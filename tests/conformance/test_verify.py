@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from picaflor import formats
 from picaflor.backends.table import Cell
 from picaflor.cli import main
-from picaflor.conformance import oracle, suite, verify
+from picaflor.conformance import containers, oracle, suite, verify
 from picaflor.conformance.case import Case, Device, Matrix
 from picaflor.conformance.check import METRIC_BOUND, Expected, compare, differing
 from picaflor.conformance.mutants_stored import scales, with_scales
@@ -135,6 +136,28 @@ def test_a_refused_cell_must_refuse() -> None:
     assert verify._refusal(cell, device) == "is declared refused, but was recorded"
     right = Cell("cpu", "rows", "e8-iq3-lattice", "refused", reason="rotated")
     assert verify._refusal(right, device) == ""
+
+
+@pytest.mark.parametrize("name", ["int4-row", "mxfp4", "e8-iq3-lattice", "fp8-e4m3-b128", "bf16"])
+def test_the_whole_way_through_a_container(name: str) -> None:
+    what = What(isa="scalar", ops=("container",), formats=(name,))
+    assert [str(failure) for failure in verify.verify(what).failures] == []
+
+
+def test_another_scale_in_the_file_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in the container counts, not what was meant to lie there."""
+
+    def other(model: Any) -> Any:
+        key = "lm_head.weight"
+        matrix = model.matrices[key]
+        matrices = {**model.matrices, key: with_scales(matrix, scales(matrix) * 1.01)}
+        return plain(replace(model, matrices=matrices))
+
+    plain = containers.write
+    monkeypatch.setattr(containers, "write", other)
+    report = verify.verify(What(isa="scalar", ops=("container",), formats=("int4-row",), precisions=("exact",)))
+    assert report.failures[0].case == "container int4-row: through writer, loader and store"
+    assert report.failures[0].fault.startswith("output 1: ")
 
 
 def test_every_cell_has_at_least_its_recorded_number_of_cases() -> None:

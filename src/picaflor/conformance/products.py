@@ -33,7 +33,18 @@ from picaflor.formats.base import F32, Format
 
 OUTLIER = 50.0
 # (inputs I, outputs O, rows of x S): whole groups, partial tails, odd I, groups longer than the row, O beside the tile.
-QUICK_SHAPES = ((200, 9, 3), (201, 7, 1), (520, 9, 2), (64, 4, 2), (40, 6, 5), (2048, 5, 4), (201, 13, 13))
+QUICK_SHAPES = (
+    (200, 9, 3),
+    (201, 7, 1),
+    (520, 9, 2),
+    (64, 4, 2),
+    (40, 6, 5),
+    (2048, 5, 4),
+    (201, 13, 13),
+    (200, 9, 6),
+    (201, 5, 7),
+    (40, 11, 8),
+)
 FULL_SHAPES = (
     (6144, 3, 1),
     (6144, 5, 6),
@@ -71,6 +82,8 @@ def matmul_cases(spec: Format) -> Iterator[Case]:
         yield _matmul(spec, size, (200, 9, 5), "zero row")
         yield _matmul(spec, size, (201, 6, 4), "NaN")
         yield _matmul(spec, size, (6144, 3, 1), "plain")
+        if size in (0, 64, 128):
+            yield _matmul(spec, size, (6144, 515, 64), "plain", full_only=True)
 
 
 def activations(rng: np.random.Generator, kind: str, rows: int, cols: int) -> F32:
