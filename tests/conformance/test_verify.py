@@ -16,9 +16,9 @@ from picaflor.cli import main
 from picaflor.conformance import containers, oracle, suite, verify
 from picaflor.conformance.case import Case, Device, Matrix
 from picaflor.conformance.check import METRIC_BOUND, Expected, compare, differing
-from picaflor.conformance.mutants_stored import scales, with_scales
 from picaflor.conformance.oracle_formats import read, rotate, unrotate
 from picaflor.conformance.proxy import Fault, FaultyDevice
+from picaflor.conformance.stored import scales, with_scales
 from picaflor.conformance.verify import Variant, What
 from picaflor.runtime.plan import EngineOptions, load_backend
 

@@ -20,9 +20,9 @@ from picaflor.conformance import oracle, plain
 from picaflor.conformance.attending import F64
 from picaflor.conformance.case import Case, Device, Expect, Matrix, Run, make_matrix, random, run_rows
 from picaflor.conformance.check import Array, Expected
-from picaflor.conformance.mutants_stored import scales, with_scales
 from picaflor.conformance.oracle_formats import rotate
 from picaflor.conformance.products import Member, apply, expert_sum, group_sizes, stored
+from picaflor.conformance.stored import scales, with_scales
 from picaflor.container.writer import ContainerWriter, TensorSpec
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32, Format

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from picaflor.conformance.case import Matrix, f32_matrix
 from picaflor.conformance.check import Array
 from picaflor.conformance.oracle_formats import read, rotation_signs, rotation_spans, unrotate
+from picaflor.conformance.stored import codes, dense, scales, weights, with_codes, with_scales, with_spread
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import Format
 
@@ -46,67 +47,7 @@ class StoredMutant:
     control: bool = False
 
 
-# ---- reading and writing parts of stored matrices ----
-
-
-def codes(matrix: Matrix) -> U8:
-    """The bytes of the code plane, `[rows, bytes]`."""
-    raw = np.ascontiguousarray(matrix.planes[0]).reshape(-1).view(np.uint8)
-    return raw.reshape(matrix.rows, -1).copy()
-
-
-def with_codes(matrix: Matrix, stored: U8) -> Matrix:
-    """The matrix with other code bytes."""
-    return replace(matrix, planes=(np.ascontiguousarray(stored), *matrix.planes[1:]))
-
-
-def scales(matrix: Matrix) -> F64:
-    """The grid of scales as it is stored: one per block of rows and group of columns."""
-    spec = REGISTRY[matrix.format]
-    if spec.scale.plane == -1:
-        words = np.ascontiguousarray(codes(matrix).reshape(matrix.rows, -1, 98)[:, :, 96:])
-        return words.view("<f2")[:, :, 0].astype(np.float64)
-    plane = spec.planes[spec.scale.plane]
-    raw = np.ascontiguousarray(matrix.planes[spec.scale.plane]).reshape(-1).view(np.uint8).view(plane.dtype)
-    grid = raw.reshape(plane.shape(matrix.rows, matrix.cols, matrix.group_size)).astype(np.float64)
-    if plane.dtype == np.uint8:
-        grid = 2.0 ** (grid - 127)
-    return grid.reshape(len(grid), -1)
-
-
-def with_scales(matrix: Matrix, grid: F64) -> Matrix:
-    """The matrix with another grid of scales; float32 weights where the format cannot hold them."""
-    spec = REGISTRY[matrix.format]
-    if spec.scale.plane == -1:
-        stored = codes(matrix).reshape(matrix.rows, -1, 98)
-        stored[:, :, 96:] = np.ascontiguousarray(grid.astype("<f2")[:, :, None]).view(np.uint8)
-        return with_codes(matrix, stored.reshape(matrix.rows, -1))
-    dtype = spec.planes[spec.scale.plane].dtype
-    if dtype == np.uint8:
-        exponents = np.log2(grid) + 127
-        if not np.array_equal(exponents, np.round(exponents)):
-            return with_spread(matrix, np.repeat(grid, spec.scale.cols, axis=1)[:, : matrix.cols])
-        plane: Array = np.clip(exponents, 0, 254).astype(np.uint8)
-    else:
-        plane = grid.astype(dtype)
-    return replace(matrix, planes=(matrix.planes[0], np.ascontiguousarray(plane)))
-
-
-def with_spread(matrix: Matrix, spread: F64) -> Matrix:
-    """Float32 weights with these scales, one per weight."""
-    found = read(matrix.format, matrix.planes, matrix.rows, matrix.cols, matrix.group_size)
-    return dense(matrix, found.codes * spread)
-
-
-def dense(matrix: Matrix, weights: F64) -> Matrix:
-    """Stored weights as a float32 matrix that does the same; rotated ones are turned back."""
-    true = unrotate(weights) if REGISTRY[matrix.format].activation.rotated else weights
-    return f32_matrix(true.astype(np.float32))
-
-
-def weights(matrix: Matrix) -> F64:
-    """The stored weights."""
-    return read(matrix.format, matrix.planes, matrix.rows, matrix.cols, matrix.group_size).weights
+# ---- how changes are made ----
 
 
 def on_scales(change: Callable[[F64, Matrix], F64]) -> Change:

@@ -29,7 +29,7 @@ from picaflor.backends.api import (
     Vector,
     Weight,
 )
-from picaflor.conformance.case import Device, Matrix, make_slot
+from picaflor.conformance.case import Device, Matrix, hold, make_slot
 from picaflor.conformance.check import Array
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
@@ -78,7 +78,7 @@ class FaultyDevice:
         if self.fault.matrix is None:
             return self.inner.weight(name, format_name, shape, group_size, planes)
         changed = self.fault.matrix(Matrix(format_name, *shape, group_size, tuple(planes)))
-        return hold_on(self.inner, changed, name)
+        return hold(self.inner, changed, name)
 
     def vector(self, name: str, values: F32) -> Vector:
         """Hold a vector; its values are remembered for faults that need them."""
@@ -102,17 +102,6 @@ class FaultyDevice:
         if chosen is None:
             return self.inner.sample(logits, temperature=temperature, top_p=top_p, uniform=uniform)
         return chosen(self.inner, logits, temperature=temperature, top_p=top_p, uniform=uniform)
-
-
-def hold_on(device: Device, matrix: Matrix, name: str) -> Weight:
-    """Put a matrix into a device's memory."""
-    planes = []
-    for plane in matrix.planes:
-        raw = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
-        memory = device.allocate(raw.nbytes)
-        memory[:] = raw
-        planes.append(memory)
-    return device.weight(name, matrix.format, (matrix.rows, matrix.cols), matrix.group_size, planes)
 
 
 @dataclass(frozen=True, slots=True)
