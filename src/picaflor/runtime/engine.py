@@ -23,11 +23,10 @@ from picaflor.models.base import MatrixSpec
 from picaflor.models.blocks.moe import MoE
 from picaflor.runtime import builtin
 from picaflor.runtime.bench import MemoryProbe
-from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.plan import EngineOptions, Plan, Progress, build, formats_in_words
-from picaflor.runtime.runner import Runner, Work
+from picaflor.runtime.runner import Runner, Work, checked_ids
 from picaflor.runtime.sampler import Sampling
 from picaflor.runtime.tokenizer import StopSet, Tokenizer, stop_set
 from picaflor.store.budget import process_memory
@@ -56,7 +55,7 @@ class Engine:
         self.name = name
         self.context = plan.context
         self.finish_reason = ""
-        self.chat_template = ChatTemplate.open(plan.path)
+        self.chat_template = plan.chat_template
         self.runner = Runner(
             plan.forward.program,
             plan.forward.logits,
@@ -68,7 +67,7 @@ class Engine:
         self._load_s = load_s
         self._warnings = warnings
         self._progress = progress
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = plan.tokenizer
         self._stops: StopSet | None = None
         self._cached = Sequence()
         self._cached_tokens: list[int] = []
@@ -120,10 +119,11 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, read when it is first needed. Raises BadTokenizer."""
+        """The model's tokenizer. Raises BadTokenizer where the folder has none."""
         if self._tokenizer is None:
             model = self.plan.model
             self._tokenizer = Tokenizer.open(self.plan.path, vocabulary=model.vocabulary, family=model.family)
+            self._tokenizer.most_tokens = self.context
         return self._tokenizer
 
     @property
@@ -209,15 +209,14 @@ class Engine:
             self._decode = self._phase(prefill_end, end_counts, len(steps), wall, steps, clock.sampling_s)
 
     def _checked(self, prompt: Ordered[int]) -> I32:
-        ids = np.asarray(prompt, np.int32)
-        if not len(ids):
+        if not len(prompt):
             raise UsageError("the prompt is empty")
-        if len(ids) >= self.context:
+        if len(prompt) >= self.context:
             raise ContextExceeded(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context}, answer included: "
+                f"the prompt has {len(prompt)} tokens and the context holds {self.context}, answer included: "
                 f"shorten it or raise --ctx (this model allows up to {self.plan.model.max_positions})"
             )
-        return ids
+        return checked_ids(prompt, self.vocabulary)
 
     def _begin(self, ids: I32, options: SamplingOptions, cancel: threading.Event | None) -> Generation:
         self._sampling = options
@@ -250,33 +249,39 @@ class Engine:
         return Sequence()
 
     def forward_logits(self, ids: I32) -> Iterator[F32]:
-        """Logits of every position of a fresh sequence, float32 `[rows, vocabulary]` at a time."""
+        """Logits of every position of a fresh sequence, float32 `[rows, vocabulary]` at a time.
+
+        Raises ContextExceeded, and UsageError for an id that the model does not know.
+        """
         if len(ids) > self.context:
             raise ContextExceeded(f"{len(ids)} tokens and the context holds {self.context}: raise --ctx")
+        known = checked_ids(ids, self.vocabulary)
         self._drop_cache()
         sequence = Sequence()
         try:
-            yield from self.runner.all_logits(sequence, np.asarray(ids, np.int32))
+            yield from self.runner.all_logits(sequence, known)
         finally:
             self.plan.pool.release(sequence)
 
     def decode_replay(self, prompt: Ordered[int], tokens: Ordered[int]) -> list[float]:
         """Seconds of each decode step when these tokens follow the prompt, whatever the model would have chosen.
 
-        Every configuration sees the same tokens, so the same experts. `record()` tells about these steps.
+        Every configuration sees the same tokens, so the same experts. `record()` tells about these steps. Raises
+        UsageError for an id that the model does not know.
         """
+        start_ids, fed = checked_ids(prompt, self.vocabulary), checked_ids(tokens, self.vocabulary)
         self._drop_cache()
         sequence = Sequence()
         counts = self._counts()
         steps: list[float] = []
         try:
             start = time.perf_counter()
-            self.runner.prefill(sequence, np.asarray(prompt, np.int32))
+            self.runner.prefill(sequence, start_ids)
             prefill_s = time.perf_counter() - start
             middle = self._counts()
-            for token in tokens:
+            for index in range(len(fed)):
                 begin = time.perf_counter()
-                self.runner.step([Work(sequence, np.array([token], np.int32))])
+                self.runner.step([Work(sequence, fed[index : index + 1])])
                 steps.append(time.perf_counter() - begin)
         finally:
             self.plan.pool.release(sequence)

@@ -19,14 +19,18 @@ from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Ve
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.container.index import Container
 from picaflor.container.types import Matrix, Span
-from picaflor.errors import BadContainer, UnsupportedConfig, UnsupportedKernel, UsageError
+from picaflor.errors import BadContainer, BadTokenizer, UnsupportedConfig, UnsupportedKernel, UsageError
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
 from picaflor.formats.kv import get as kv_format
 from picaflor.models.base import DraftForward, Forward, Model, Scope
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
+from picaflor.runtime import sidefile
+from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
+from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
 from picaflor.store.reader import ExpertFiles
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
@@ -97,7 +101,10 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class Plan:
-    """A model that is ready to run. Whoever holds it closes the store, then the container."""
+    """A model that is ready to run. Whoever holds it closes the store, then the container.
+
+    `tokenizer` is None only where the folder has no file for one.
+    """
 
     path: Path
     container: Container
@@ -114,6 +121,8 @@ class Plan:
     max_outputs: int
     read_threads: int
     notices: Notices
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
     resident_memory: list[NDArray[np.uint8]]
 
     def close(self) -> None:
@@ -280,6 +289,9 @@ def _assemble(
     max_rows = min(options.prefill_chunk or DEFAULT_CHUNK, context * options.sequences)
     max_outputs = max(1, min(max_rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
+    # Before the memory is measured, so that the vocabulary is part of what this program holds.
+    tokenizer = _tokenizer(path, model, context)
+    chat_template = ChatTemplate.open(path)
     held = process_memory()
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
@@ -317,8 +329,18 @@ def _assemble(
         max_outputs=max_outputs,
         read_threads=read_threads,
         notices=notices,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
         resident_memory=residents.memory(),
     )
+
+
+def _tokenizer(path: Path, model: Model, context: int) -> Tokenizer | None:
+    if sidefile.is_absent(path / TOKENIZER_FILE, BadTokenizer):
+        return None
+    tokenizer = Tokenizer.open(path, vocabulary=model.vocabulary, family=model.family)
+    tokenizer.most_tokens = context
+    return tokenizer
 
 
 def _no_layouts(layer: int) -> Sequence[ExpertLayout]:

@@ -6,16 +6,35 @@ Knows batches, pages and programs; must not know families, formats or what a tok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from picaflor.backends.api import I32, Batch, ExpertProvider, Program, Rows
+from picaflor.errors import UsageError
 from picaflor.formats.base import F32
 from picaflor.runtime.kvcache import PagePool, Sequence
 
 Wanted = Literal["none", "last", "all"]
+
+
+def checked_ids(ids: Ordered[int] | I32, vocabulary: int) -> I32:
+    """Token ids as an int32 array. Raises UsageError naming the first id that is not below `vocabulary`."""
+    values = np.asarray(ids)
+    if not values.size:
+        return np.empty(0, np.int32)
+    if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= vocabulary:
+        found = next((at for at, number in enumerate(ids) if not _is_id(number, vocabulary)), 0)
+        raise UsageError(
+            f"token {found} of {len(ids)} is {ids[found]!r:.80}; accepted: whole numbers from 0 to {vocabulary - 1}"
+        )
+    return values.astype(np.int32, copy=False)
+
+
+def _is_id(number: object, vocabulary: int) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool) and 0 <= int(number) < vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +73,8 @@ class Runner:
     def step(self, work: list[Work]) -> F32:
         """Compute all rows of `work` together; float32 logits `[outputs, vocabulary]`, valid until the next step.
 
-        Outputs are in the order of `work`. Raises ContextExceeded, ReadFailed.
+        Outputs are in the order of `work`. Raises ContextExceeded, ReadFailed, and UsageError for an id that the
+        model does not know.
         """
         batch = self._batch(work)
         self.program.run(batch, self._experts)
@@ -66,6 +86,7 @@ class Runner:
         rows = sum(len(item.tokens) for item in work)
         if not 0 < rows <= self.max_rows:
             raise ValueError(f"a step takes 1 to {self.max_rows} rows, got {rows}")
+        known = [checked_ids(item.tokens, self._logits.width) for item in work]
         for item in work:
             self.pool.reserve(item.sequence, len(item.tokens))
         tokens = np.empty(rows, np.int32)
@@ -75,7 +96,7 @@ class Runner:
         start = 0
         for index, item in enumerate(work):
             stop = start + len(item.tokens)
-            tokens[start:stop] = item.tokens
+            tokens[start:stop] = known[index]
             sequences[start:stop] = index
             positions[start:stop] = np.arange(item.sequence.length, item.sequence.length + stop - start)
             if item.wanted == "last":
