@@ -226,3 +226,53 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert done.returncode == 0, done.stdout
     checks = {check["id"]: check for check in json.loads(done.stdout)["checks"]}
     assert {"cpu.scalar", "model.files", "model.tokenizer"} <= set(checks)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "text"),
+    [
+        ("<&-", 0, ""),
+        (">&-", 1, "stdout is closed"),
+        ("2>&-", 0, ""),
+        ("<&- 2>&-", 0, ""),
+    ],
+)
+def test_closed_standard_streams(redirection: str, code: int, text: str) -> None:
+    command = f'"{sys.executable}" -m picaflor run "{PROMPT}" -n 2 --temperature 0 {redirection}'
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=child_environment(), timeout=300, check=False
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert text in done.stderr
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_a_prompt_from_a_closed_stdin_is_empty() -> None:
+    command = f'"{sys.executable}" -m picaflor run - <&-'
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, env=child_environment(), timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "picaflor: error: the prompt is empty\n")
+
+
+@pytest.mark.parametrize("delay_s", [0.01, 0.02, 0.04, 0.06, 0.09])
+def test_an_interrupt_at_the_very_start_is_one_line(delay_s: float) -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "from picaflor.cli import main\n"
+        f"threading.Timer({delay_s}, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "sys.exit(main(['run', 'x' * 50, '-n', '100000', '--ctx', '4096']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=child_environment(),
+        timeout=300,
+        check=False,
+        preexec_fn=default_interrupt,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == "picaflor: interrupted"
+    assert "Traceback" not in done.stderr
