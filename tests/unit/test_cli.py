@@ -83,6 +83,7 @@ class FakeEngine:
     calls: list[tuple[str, Any]] = []  # noqa: RUF012 - reset by the fixture
     finish_reason = "length"
     name = "fake"
+    stop_names = ("<end>", "<user>")
     tokenizer = FakeTokenizer()
     chat_template: FakeTemplate | None = FakeTemplate()
 
@@ -314,6 +315,7 @@ def test_json_is_one_object(picaflor: Run) -> None:
 def test_profile_goes_to_stderr_and_leaves_stdout_alone(picaflor: Run) -> None:
     code, out, err = picaflor("run", "Hi", "--profile")
     assert (code, out) == (0, " there was\n")
+    assert err.count("answers end at <end>, <user>\n") == 1
     assert "2 tokens in 1.000 s, 2.0 tok/s" in err
     assert "verdict" in err
 
@@ -592,7 +594,7 @@ def test_chat_keeps_the_conversation(picaflor: Run, fake: type[FakeEngine], monk
         "<user>New<assistant>",
     ]
     assert [options.seed for text, options in fake.calls if text != "closed"] == [5, 6, 7]
-    assert "fake. :reset forgets the conversation" in err
+    assert "fake, answers end at <end>, <user>. :reset forgets the conversation" in err
 
 
 def test_chat_commands(picaflor: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import click
 
 from picaflor import settings as table
 from picaflor.cli.model import open_engine, read_prompt
-from picaflor.cli.run import chat_ids, sampling_options
+from picaflor.cli.run import chat_ids, end_line, sampling_options
 from picaflor.errors import PicaflorError
 from picaflor.settings import Settings
 
@@ -39,7 +39,7 @@ def command(model: str | None, settings: Settings) -> int:
     """
     with open_engine(model, settings) as engine:
         chat = Chat(engine, settings)
-        print(f"{engine.name}. {HELP}", file=sys.stderr, flush=True)
+        print(f"{engine.name}, {end_line(engine)}. {HELP}", file=sys.stderr, flush=True)
         chat.loop(input)
         if settings.profile:
             from picaflor.telemetry.report import print_report

@@ -37,6 +37,8 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
     with open_engine(model, settings) as engine:
         ids = prompt_ids(engine, prompt, chat=settings.chat)
         sampling = sampling_options(settings)
+        if settings.profile:
+            print(end_line(engine), file=sys.stderr, flush=True)
         try:
             text = _write(engine, ids, sampling, silent=settings.json)
         except KeyboardInterrupt:
@@ -47,6 +49,11 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
             from picaflor.telemetry.report import as_json
 
             print(json.dumps({"text": text, "finish_reason": engine.finish_reason, "record": as_json(engine.record())}))
+
+
+def end_line(engine: Engine) -> str:
+    """Which tokens end an answer of this model, as one line."""
+    return f"answers end at {', '.join(engine.stop_names) or 'no token'}"
 
 
 def prompt_ids(engine: Engine, prompt: str, *, chat: bool) -> list[int]:
