@@ -31,8 +31,11 @@ using FloatsOut = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 
 const float* as_floats(uint64_t address) { return reinterpret_cast<const float*>(address); }
 
-// The operations that go with a matrix kernel table. "auto" and refusals are kernels_for's.
+// The operations that go with a matrix kernel table; NEON has the plain ones. "auto" and refusals are kernels_for's.
 const OpsTable* ops_for(const KernelTable* kernels) {
+  if (kernels == neon_kernels()) {
+    return scalar_ops();
+  }
   for (const OpsTable* ops : {scalar_ops(), avx2_ops(), avx512_ops()}) {
     if (ops != nullptr && std::string(ops->isa) == kernels->isa) {
       return ops;

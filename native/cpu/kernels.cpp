@@ -2,6 +2,11 @@
 // runs. Must not know arithmetic.
 #include "cpu/kernels.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
@@ -65,8 +70,10 @@ bool cpu_has(const KernelTable* table) {
   return table == avx2_kernels()     ? avx2
          : table == avx512_kernels() ? avx512
                                      : avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
+#elif defined(__aarch64__) && defined(__linux__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #else
-  return false;
+  return true;  // every other 64-bit ARM that this is built for has dot products
 #endif
 }
 
@@ -74,7 +81,8 @@ bool cpu_has(const KernelTable* table) {
 
 std::vector<const KernelTable*> kernel_tables() {
   std::vector<const KernelTable*> found;
-  for (const KernelTable* table : {scalar_kernels(), avx2_kernels(), avx512_kernels(), vbmi_kernels()}) {
+  for (const KernelTable* table :
+       {scalar_kernels(), neon_kernels(), avx2_kernels(), avx512_kernels(), vbmi_kernels()}) {
     if (cpu_has(table)) {
       found.push_back(table);
     }
@@ -106,6 +114,9 @@ const KernelTable* kernels_for(const std::string& isa) {
   throw std::invalid_argument("instruction set " + isa + " is not available; this build on this machine has: " + names);
 }
 
+#if !defined(__aarch64__)
+const KernelTable* neon_kernels() { return nullptr; }
+#endif
 #if !defined(__x86_64__)
 const KernelTable* avx2_kernels() { return nullptr; }
 const KernelTable* avx512_kernels() { return nullptr; }

@@ -64,6 +64,7 @@ const KernelTable* kernels_for(const std::string& isa);
 const KernelTable* scalar_kernels();
 const KernelTable* avx2_kernels();    // null where this build has none
 const KernelTable* avx512_kernels();  // null where this build has none
+const KernelTable* neon_kernels();    // null where this build has none
 const KernelTable* vbmi_kernels();    // avx512 with VBMI and GFNI, by the same name; null where this build has none
 
 }  // namespace picaflor

@@ -104,8 +104,8 @@ void gemv(const Product& a) {
       left = group_pieces;
     };
     for (int64_t block = 0; block < blocks; ++block) {
-      next_codes.step<_MM_HINT_T1>();
-      next_scales.step<_MM_HINT_T0>();
+      next_codes.step<kMiddle>();
+      next_scales.step<kNear>();
       Isa::Int t[kLanes];
       Words::load(rows.at, block, t);
       const int64_t first = block * kPieces;

@@ -1,7 +1,10 @@
 // Integer vector primitives of one instruction set: a register holds 32 bits of each row of a tile.
-// Must not know formats, activations or loops. Compiled for AVX2 and AVX-512 VNNI.
+// Must not know formats, activations or loops. Compiled for AVX2 and AVX-512 VNNI; kernels_isa_neon.h has NEON's.
 #pragma once
 
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "cpu/kernels_isa_neon.h"
+#else
 #include <immintrin.h>
 
 #include <cstdint>
@@ -63,7 +66,8 @@ struct Isa {
   PICAFLOR_INLINE static Int start(Int total, int slot) { return slot == 0 ? total : zero(); }
   template <int kSlots, int kShift>
   PICAFLOR_INLINE static Int finish(Int, const Int* part) {
-    return kSlots == 2 ? add(part[0], _mm512_srai_epi32(part[kSlots - 1], kShift)) : part[0];
+    const Int second = kShift == 0 ? part[kSlots - 1] : _mm512_srai_epi32(part[kSlots - 1], kShift);
+    return kSlots == 2 ? add(part[0], second) : part[0];
   }
 
   PICAFLOR_INLINE static Float zero_float() { return _mm512_setzero_ps(); }
@@ -219,3 +223,4 @@ struct Isa {
 
 }  // namespace PICAFLOR_ISA
 }  // namespace picaflor
+#endif

@@ -229,8 +229,8 @@ inline void tile_product(const Product& a, const XView& view, int64_t row, const
       inputs = round_up(inputs, kBlock);  // the last digits are spread over a block
     }
     for (int h = 0; h < kHalves; ++h) {
-      next_codes.step<_MM_HINT_T1>();
-      next_scales.step<_MM_HINT_T0>();
+      next_codes.step<kMiddle>();
+      next_scales.step<kNear>();
       unpack_tile(w, halves[h], begin, inputs, h, columns);
       float* scales = columns.scales + h * Isa::kLanes;
       const int64_t first = row_scale ? 0 : begin / a.spec.group;

@@ -221,6 +221,10 @@ struct GroupData {
   GroupData(const XView& view, const std::byte* x) : scale(view.scale(x)), sum(view.sum(x)), top(view.top(x)) {}
 };
 
+// How near to the core prefetched lines go: all caches, or all but the first.
+constexpr int kNear = 3;
+constexpr int kMiddle = 2;
+
 // Tells the caches about a run of bytes in equal shares, one share per step of a loop.
 class Fetcher {
  public:
@@ -233,13 +237,13 @@ class Fetcher {
     if (lines_ == kTile && end_ - at_ >= kTile * 64) {
 #pragma GCC unroll 16
       for (int64_t i = 0; i < kTile; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(at_ + i * 64), static_cast<_mm_hint>(kHint));
+        __builtin_prefetch(at_ + i * 64, 0, kHint);
       }
       at_ += kTile * 64;
       return;
     }
     for (int64_t i = 0; i < lines_ && at_ < end_; ++i, at_ += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(at_), static_cast<_mm_hint>(kHint));
+      __builtin_prefetch(at_, 0, kHint);
     }
   }
 

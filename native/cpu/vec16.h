@@ -24,6 +24,8 @@
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avx2
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define PICAFLOR_ISA isa_neon
 #else
 #define PICAFLOR_ISA isa_scalar
 #endif

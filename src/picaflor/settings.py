@@ -217,7 +217,7 @@ class Settings:
         (*ENGINE_COMMANDS, "bench kernels"),
     )
     isa: str = _option(
-        _choice("auto", "scalar", "avx2", "avx512"),
+        _choice("auto", "scalar", "avx2", "avx512", "neon"),
         "auto",
         "Instruction set of the CPU kernels; same bits from each.",
         (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),

@@ -109,7 +109,7 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("threads", "²", "a whole number from 1 to 1024"),
         ("backend", "cuda", "one of auto, cpu"),
         ("precision", "half", "one of fast, standard, exact"),
-        ("isa", "sse", "one of auto, scalar, avx2, avx512"),
+        ("isa", "sse", "one of auto, scalar, avx2, avx512, neon"),
         ("group_size", "1", "a whole number from 2"),
         ("latent_norm_eps", "0", "a number above 0 to 1"),
         ("seed", "-1", "a whole number from 0 to 18446744073709551615"),
