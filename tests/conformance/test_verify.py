@@ -245,3 +245,11 @@ def test_differing_bits() -> None:
 def test_softmax_and_silu_do_not_overflow() -> None:
     assert oracle.silu(np.array([-1e4, 0.0, 1e4])).tolist() == [0.0, 0.0, 1e4]
     assert oracle.softmax(np.array([1e4, 0.0])).tolist() == [1.0, 0.0]
+
+
+def test_one_percent_of_scale_shows_in_fast_too() -> None:
+    """Steps of the activations are coarser than that: only the bound by the rule can see it."""
+    what = What(
+        isa="scalar", ops=("matmul",), formats=("int3-g64",), precisions=("fast",), wrap=planted(scale_off(1.01))
+    )
+    assert any(failure.fault.endswith("(activations stored by the rule)") for failure in verify.verify(what).failures)

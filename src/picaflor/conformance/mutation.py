@@ -158,7 +158,7 @@ class _Judge:
                 found = run_case(case, FaultyDevice(open_device(self._what, self._variant, precision), planted.fault))
                 if isinstance(found, str):
                     return Verdict(planted, fault=f"could not be planted, {case.case.label} {found}")
-                outcome = compare(found, case.expected(precision), precision)
+                outcome = compare(found, case.expected(precision), precision, by_rule=False)
                 if outcome.fault:
                     return self._killed(planted, f"{case.case.label} ({precision}): {outcome.fault}")
                 if planted.expects == "equivalent":

@@ -65,6 +65,25 @@ def product(x: Approx, matrix: Stored, spec: Format, group_size: int, precision:
     return Approx(given.values @ weights.T, error, given.terms @ sizes.T)
 
 
+def by_rule(x: F64, matrix: Stored, spec: Format, group_size: int, precision: str) -> tuple[F64, F64] | None:
+    """The product of activations that are stored as contracts.md says, and what float32 sums may add to it.
+
+    None where they are not stored at all, or rotated first: then a rounding may move a value by a whole step.
+    """
+    group = group_size if spec.activation.group == -1 else spec.activation.group
+    if group == 0 or spec.activation.rotated:
+        return None
+    kept = np.zeros(x.shape)
+    for start in range(0, x.shape[1], group):
+        run = x[:, start : start + group]
+        largest = np.abs(run).max(axis=1, keepdims=True)
+        whole = np.rint(run * (LARGEST_DIGIT[precision] / largest))
+        step = (largest.astype(np.float32) / np.float32(LARGEST_DIGIT[precision])).astype(np.float64)
+        kept[:, start : start + group] = np.where(largest == 0, 0.0, whole * step)
+    terms = np.abs(kept) @ np.abs(matrix.weights).T
+    return kept @ matrix.weights.T, ROUNDING * (-(-x.shape[1] // group) + 5) * terms
+
+
 def _steps(magnitudes: F64, group: int, precision: str) -> F64:
     """The step in which each activation is stored: its run's largest magnitude over Q."""
     steps = np.zeros(magnitudes.shape)

@@ -127,7 +127,8 @@ def _product(matrix: Matrix, x: F32, precision: str, *, plain: bool) -> Expected
     right = oracle.product(oracle.exactly(x.astype(np.float64)), stored(matrix), spec, matrix.group_size, precision)
     # A rotation mixes small values with large ones and a row may be short: then only the derived bound is fair.
     fair = plain and matrix.cols >= 16 and spec.activation.group != 0
-    return Expected(right.values, right.error, right.terms, plain=fair)
+    ruled = oracle.by_rule(x.astype(np.float64), stored(matrix), spec, matrix.group_size, precision)
+    return Expected(right.values, right.error, right.terms, plain=fair, by_rule=ruled)
 
 
 def stored(matrix: Matrix) -> Stored:
