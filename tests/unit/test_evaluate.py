@@ -81,6 +81,37 @@ def test_limit_takes_the_first_windows() -> None:
     assert seen == [("x", 0, 2), ("x", 1, 2), ("x", 2, 2)]
 
 
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 17, 50])
+@pytest.mark.parametrize("limit", [None, 1, 4])
+def test_pieces_score_as_the_whole(size: int, limit: int | None) -> None:
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 42, dtype=np.int32)
+    whole_model, model = FakeModel(8), FakeModel(8)
+    seen: list[tuple[int, int]] = []
+    taken: list[int] = []
+
+    def pieces() -> Iterator[tuple[list[int], int]]:
+        for start in range(0, 42, size):
+            piece = ids[start : start + size].tolist()
+            taken.extend(piece)
+            yield piece, 3 * len(piece)
+
+    whole = evaluate.score_tokens(whole_model, ids, name="x", nbytes=126, window=8, limit=limit)
+    score = evaluate.score_pieces(
+        model,
+        pieces(),
+        name="x",
+        nbytes=126,
+        window=8,
+        limit=limit,
+        progress=lambda name, done, total: seen.append((done, total)),
+    )
+    windows = limit or 5
+    assert (score.mean_nll, score.windows, score.bytes_per_token) == (whole.mean_nll, windows, 3.0)
+    assert model.asked == whole_model.asked
+    assert seen == [(done, windows) for done in range(windows + 1)]
+    assert len(taken) == min(42, -(-(8 * windows + 1) // size) * size) or limit is None
+
+
 def test_large_logits_do_not_overflow_and_are_summed_in_float64() -> None:
     logits = np.array([[1000.0, 1000.0, -1000.0], [0.0, 20.0, 0.0]], np.float32)
     losses = evaluate.negative_log_likelihoods(logits, np.array([0, 1], np.int32))
@@ -145,3 +176,21 @@ def test_texts_keep_their_line_ends_and_must_be_utf8(tmp_path: Path) -> None:
     path.write_bytes(b"ab\xff")
     with pytest.raises(UsageError, match=r"a\.txt: byte 2 is not UTF-8"):
         evaluate.read_text(path)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+def test_texts_in_chunks_are_the_text_and_name_the_bad_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(evaluate, "_READ_BYTES", size)
+    path = tmp_path / "a.txt"
+    text = "ä\r\n€b🦜\n"
+    path.write_bytes(text.encode())
+    assert "".join(evaluate.read_chunks(path)) == text
+    assert evaluate.text_bytes(path) == len(text.encode())
+    for tail, place in ((b"\xff..", 13), (b"\xe2\x82", 13), (b"\xe2\x82x", 13), (b"xy\xf0\x9fz", 15)):
+        path.write_bytes(text.encode() + tail)
+        with pytest.raises(UsageError, match=rf"a\.txt: byte {place} is not UTF-8"):
+            evaluate.text_bytes(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        evaluate.text_bytes(tmp_path / "none.txt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,31 @@ from picaflor.telemetry.record import Phase, Record
 
 
 class FakeTokenizer:
-    """Bytes are tokens."""
+    """Bytes are tokens. `read` of them were asked for."""
+
+    read = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_pieces(self, chunks: Iterable[str]) -> Iterator[tuple[list[int], int]]:
+        for chunk in chunks:
+            for byte in chunk.encode():
+                self.read += 1
+                yield [byte], 1
 
 
 class FakeEngine:
     """Every token is as likely as any other of 256, but for token 97, which has twice the chance."""
 
     name = "fake"
-    tokenizer = FakeTokenizer()
     vocabulary = 256
     isa = "scalar"
     threads = 3
     context = 90
 
     def __init__(self) -> None:
+        self.tokenizer = FakeTokenizer()
         self.replays: list[tuple[list[int], list[int]]] = []
 
     def forward_logits(self, ids: I32) -> Iterator[F32]:
@@ -114,6 +122,7 @@ def test_eval_as_a_table(engine: FakeEngine, texts: Path, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "fake, windows of 4 tokens"
     assert lines[2].split()[:4] == ["mixed.txt", "8", "5.54908", "257.0000"]
+    assert engine.tokenizer.read == 5 + 9  # is there a window; two windows of 4 and the last target: not all 21
 
 
 @pytest.mark.parametrize(

@@ -313,3 +313,57 @@ def test_role_markers_of_a_template_that_closes_turns(tokenizer: Tokenizer) -> N
 
 def test_without_a_template_only_end_tokens_stop(tokenizer: Tokenizer) -> None:
     assert stop_set(tokenizer, {"eos_token_id": 4}, None) == StopSet((4,), ())
+
+
+def in_pieces(tokenizer: Tokenizer, text: str, letters: int, chunk: int = 37) -> tuple[list[int], list[int]]:
+    """(all tokens, tokens per piece) of a text that comes in chunks."""
+    chunks = [text[start : start + chunk] for start in range(0, len(text), chunk)]
+    pieces = list(tokenizer.encode_pieces(chunks, letters=letters))
+    assert sum(nbytes for _, nbytes in pieces) == len(text.encode())
+    return [number for ids, _ in pieces for number in ids], [len(ids) for ids, _ in pieces]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_have_the_tokens_of_the_whole(tokenizer: Tokenizer, seed: int) -> None:
+    chance = random.Random(seed)
+    words = ["the", "th", "é", "'s", "x1", "🦜", "\ufffd", "(", *CONTROL, *CONTENT]
+    gaps = [" ", " ", " ", "\n", "", "  ", "\n\n", " \n ", "\t"]
+    text = "".join(chance.choice(words) + chance.choice(gaps) for _ in range(400))
+    ids, sizes = in_pieces(tokenizer, text, 64)
+    assert ids == tokenizer.encode(text)
+    assert len(sizes) > 5
+
+
+@pytest.mark.parametrize("text", ["", "a", "the " * 500, "the" * 500, " " * 2000, "\n" * 2000, "the\n" * 500])
+@pytest.mark.parametrize("letters", [8, 64, 5000])
+def test_pieces_of_monotonous_texts(tokenizer: Tokenizer, text: str, letters: int) -> None:
+    assert in_pieces(tokenizer, text, letters)[0] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}},
+        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"normalizer": {"type": "NFC"}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"normalizer": {"type": "Prepend", "prepend": "th"}},
+    ],
+)
+def test_pieces_where_a_text_begins_or_splits_in_another_way(tmp_path: Path, change: Mapping[str, Any]) -> None:
+    tokenizer = Tokenizer.open(changed(tmp_path, change))
+    text = "the cat e\u0301 sat\non the mat. " * 40
+    assert in_pieces(tokenizer, text, 100)[0] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("domain", ["prose", "code", "docs"])
+@pytest.mark.parametrize("letters", [500, 4096, 1 << 15])
+def test_pieces_of_texts_that_were_held_out(test_data: Path, domain: str, letters: int) -> None:
+    tokenizer = Tokenizer.open(test_data / "models" / "tiny-glm-dsa")
+    text = (test_data / "models" / "heldout" / f"{domain}.txt").read_bytes().decode()
+    ids, sizes = in_pieces(tokenizer, text, letters, chunk=1 << 12)
+    assert ids == tokenizer.encode(text)
+    assert max(sizes) <= letters
+    assert len(sizes) >= len(text) // letters

@@ -20,7 +20,6 @@ from picaflor.errors import PicaflorError, UsageError
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
-    from picaflor.backends.api import I32
     from picaflor.runtime.engine import Engine
     from picaflor.runtime.evaluate import TextScore
 
@@ -38,19 +37,17 @@ def command(model: str | None, text: Path, window: int, limit: int | None, setti
     are the same tokens shifted by one. What is left behind the last whole window is not scored. A file too short
     for one window is named and skipped; the exit code is 1 where no file could be scored.
     """
-    import numpy as np
+    from picaflor.runtime.evaluate import count_tokens, find_texts, read_chunks, text_bytes
 
-    from picaflor.runtime.evaluate import find_texts, read_text, window_count
-
-    texts = [(path, read_text(path)) for path in find_texts(text)]
+    texts = [(path, text_bytes(path)) for path in find_texts(text)]
     if settings.ctx is not None and settings.ctx < window:
         raise UsageError(f"--ctx {settings.ctx} is shorter than --window {window}")
     with open_engine(model, dataclasses.replace(settings, ctx=settings.ctx or window)) as engine:
-        tokens = [np.array(engine.tokenizer.encode(content), np.int32) for _, content in texts]
-        fits = [window_count(len(ids), window) > 0 for ids in tokens]
+        counts = [count_tokens(engine.tokenizer.encode_pieces(read_chunks(path)), window + 1) for path, _ in texts]
+        fits = [count > window for count in counts]
         skipped = [
-            Skipped(path.name, len(ids), window + 1)
-            for (path, _), ids, fit in zip(texts, tokens, fits, strict=True)
+            Skipped(path.name, count, window + 1)
+            for (path, _), count, fit in zip(texts, counts, fits, strict=True)
             if not fit
         ]
         if not any(fits):
@@ -58,9 +55,7 @@ def command(model: str | None, text: Path, window: int, limit: int | None, setti
         for entry in skipped:
             print(f"picaflor: warning: skipped {entry}", file=sys.stderr, flush=True)
         scores = [
-            _score(engine, ids, path.name, len(content.encode("utf-8")), window, limit)
-            for (path, content), ids, fit in zip(texts, tokens, fits, strict=True)
-            if fit
+            _score(engine, path, nbytes, window, limit) for (path, nbytes), fit in zip(texts, fits, strict=True) if fit
         ]
         name = engine.name
     if settings.json:
@@ -88,12 +83,15 @@ class Skipped:
         )
 
 
-def _score(engine: Engine, ids: I32, name: str, nbytes: int, window: int, limit: int | None) -> TextScore:
-    from picaflor.runtime.evaluate import score_tokens
+def _score(engine: Engine, path: Path, nbytes: int, window: int, limit: int | None) -> TextScore:
+    from picaflor.runtime.evaluate import read_chunks, score_pieces
 
     progress = _Eta(Progress())
     try:
-        return score_tokens(engine, ids, name=name, nbytes=nbytes, window=window, limit=limit, progress=progress)
+        pieces = engine.tokenizer.encode_pieces(read_chunks(path))
+        return score_pieces(
+            engine, pieces, name=path.name, nbytes=nbytes, window=window, limit=limit, progress=progress
+        )
     finally:
         progress.line.clear()
 

@@ -6,9 +6,10 @@ tokens of a fresh sequence, the same text shifted by one as targets, no prefix; 
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from picaflor.formats.base import F32
 
 DEFAULT_WINDOW = 1024
 _BLOCK_VALUES = 1 << 20
+_READ_BYTES = 1 << 16
 
 
 class LogitSource(Protocol):
@@ -34,7 +36,7 @@ class LogitSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """The figures of one file. `tokens` are those scored; `bytes_per_token` is of the whole file."""
+    """The figures of one file. `tokens` are those scored; `bytes_per_token` is of all that was read."""
 
     name: str
     mean_nll: float
@@ -121,32 +123,70 @@ def score_tokens(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
-    """Score a text's tokens; `nbytes` is its length, `limit` the most windows.
+    """Score a text's tokens; `nbytes` is its length in bytes. Otherwise as `score_pieces`."""
+    return score_pieces(
+        source, [(ids, nbytes)], name=name, nbytes=nbytes, window=window, limit=limit, progress=progress
+    )
 
-    `progress(name, windows done, windows in all)` before the first and after each window. Raises PicaflorError for a
-    text that holds no whole window.
+
+def score_pieces(
+    source: LogitSource,
+    pieces: Iterable[tuple[Sequence[int] | I32, int]],
+    *,
+    name: str,
+    nbytes: int,
+    window: int = DEFAULT_WINDOW,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> TextScore:
+    """Score a text whose tokens come in pieces (token ids, bytes of their text); `limit` is the most windows.
+
+    Only what a window needs is held, and no piece is asked for once `limit` windows are done. `nbytes`, the length of
+    the whole text, serves to estimate the number of windows: `progress(name, windows done, windows in all)` before the
+    first and after each window. Raises PicaflorError for a text that holds no whole window.
     """
-    count = window_count(len(ids), window, limit)
-    if count == 0:
-        raise PicaflorError(f"{name}: {len(ids)} tokens; one window needs {window + 1}; give a smaller --window")
-    started = time.monotonic()
-    total = 0.0
-    for index in range(count):
-        if progress is not None:
-            progress(name, index, count)
-        start = index * window
-        total += float(window_losses(source, ids[start : start + window], ids[start + 1 : start + window + 1]).sum())
-    if progress is not None:
-        progress(name, count, count)
-    tokens = count * window
-    seconds = time.monotonic() - started
-    return TextScore(name, total / tokens, tokens, window, count, nbytes / len(ids), seconds)
+    held = np.empty(0, np.int32)
+    done, read_tokens, read_bytes, total, seconds = 0, 0, 0, 0.0, 0.0
+    for ids, length in pieces:
+        held = np.concatenate([held, np.asarray(ids, np.int32)])
+        read_tokens, read_bytes = read_tokens + len(ids), read_bytes + length
+        expected = read_tokens if read_bytes >= nbytes else round(read_tokens * nbytes / max(1, read_bytes))
+        count = window_count(expected, window, limit)
+        ready = window_count(len(held), window, None if limit is None else limit - done)
+        if progress is not None and ready and not done:
+            progress(name, 0, count)
+        started = time.monotonic()
+        for index in range(ready):
+            start = index * window
+            losses = window_losses(source, held[start : start + window], held[start + 1 : start + window + 1])
+            total += float(losses.sum())
+            done += 1
+            if progress is not None:
+                progress(name, done, max(done, count))
+        seconds += time.monotonic() - started
+        held = held[ready * window :].copy()
+        if done == limit:
+            break
+    if not done:
+        raise PicaflorError(f"{name}: {read_tokens} tokens; one window needs {window + 1}; give a smaller --window")
+    tokens = done * window
+    return TextScore(name, total / tokens, tokens, window, done, read_bytes / read_tokens, seconds)
 
 
 def window_count(tokens: int, window: int, limit: int | None = None) -> int:
     """Whole windows of a text of `tokens` tokens: each needs the token after its last one as a target."""
     count = max(0, tokens - 1) // window
     return count if limit is None else min(count, limit)
+
+
+def count_tokens(pieces: Iterable[tuple[Sequence[int] | I32, int]], most: int) -> int:
+    """The tokens of a text that comes in pieces, counted until there are at least `most`."""
+    count = 0
+    for ids, _ in pieces:
+        count += len(ids)
+        if count >= most:
+            break
+    return count
 
 
 def find_texts(path: Path) -> list[Path]:
@@ -169,3 +209,27 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: byte {error.start} is not UTF-8; give UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_chunks(path: Path) -> Iterator[str]:
+    """A UTF-8 file a piece at a time, line ends as they are. Raises UsageError naming the file and the fault."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    place = 0
+    try:
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                kept = len(decoder.getstate()[0])
+                text = decoder.decode(data)
+                place += len(data)
+                yield text
+            kept = len(decoder.getstate()[0])
+            yield decoder.decode(b"", True)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {place - kept + error.start} is not UTF-8; give UTF-8 text") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def text_bytes(path: Path) -> int:
+    """The length of a UTF-8 file in bytes, read once to know that it is one. Raises UsageError."""
+    return sum(len(chunk.encode()) for chunk in read_chunks(path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,10 @@ MAX_TOKENIZER_BYTES = 1 << 30
 FILE = "tokenizer.json"
 MOST_LETTERS = 64
 """Characters per token of the context beyond which a prompt is refused before it is looked at."""
+PIECE_LETTERS = 1 << 15
+"""Characters that are encoded at once where a text of any length is read."""
+_CUT_TRIES = 16
+_CUT_VIEW = 128
 _T = TypeVar("_T")
 _OTHER_FILES = ("*.tiktoken", "tiktoken.model", "tokenizer.model", "vocab.json", "merges.txt", "tokenization_*.py")
 
@@ -89,6 +93,53 @@ class Tokenizer:
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = _guarded(lambda: self._inner.encode(text, add_special_tokens=False).ids, self.where)
         return ids
+
+    def encode_pieces(self, chunks: Iterable[str], *, letters: int = PIECE_LETTERS) -> Iterator[tuple[list[int], int]]:
+        """(token ids, bytes of their text) of a long text, piece by piece: in a row the tokens of the whole text.
+
+        Needs memory for about `letters` characters at a time. A piece ends where the text after it has the same tokens
+        with and without the text before it; while no such place is found the piece is made twice as long.
+        """
+        held, source, size, ended = "", iter(chunks), letters, False
+        while True:
+            while len(held) < size and not ended:
+                chunk = next(source, None)
+                ended = chunk is None
+                held += chunk or ""
+            if ended and len(held) <= size:
+                if held:
+                    yield self._encode(held), len(held.encode())
+                return
+            found = self._cut(held[:size])
+            if found is None:
+                size *= 2
+                continue
+            ids, place = found
+            yield ids, len(held[:place].encode())
+            held, size = held[place:], letters
+
+    def _cut(self, block: str) -> tuple[list[int], int] | None:
+        """(tokens before a place where a text may be cut, the place) in the second half of a block, as far as known."""
+        ids = self._encode(block)
+        place, lowest = len(block) - len(block) // 8, len(block) // 2
+        for _ in range(_CUT_TRIES):
+            place = max(block.rfind(" ", lowest, place), block.rfind("\n", lowest, place))
+            if place < 0:
+                return None
+            if self._splits_at(block, place):
+                after = self._encode(block[place:])
+                if after and ids[-len(after) :] == after:
+                    return ids[: -len(after)], place
+        return None
+
+    def _splits_at(self, block: str, place: int) -> bool:
+        """Whether no token can reach over a place between a word and the single space or line end behind it."""
+        if block[place - 1].isspace() or block[place + 1 : place + 2].isspace() or self._inner.pre_tokenizer is None:
+            return False
+        start = max(0, place - _CUT_VIEW)
+        view = block[start : place + _CUT_VIEW]
+        parts = _guarded(lambda: self._inner.pre_tokenizer.pre_tokenize_str(view), self.where)
+        return any(begin == place - start for _, (begin, _) in parts)
 
     def token_id(self, text: str) -> int | None:
         """The id of one token by its text, None if there is none."""
