@@ -39,8 +39,8 @@ class HeldMatrix:
 class CpuBackend:
     """One pool of threads, one instruction set, one precision.
 
-    `threads` None: all that affinity and quotas allow. `isa`: auto, scalar, avx2, avx512 or neon. Raises UsageError for a
-    value that this build or machine does not have. `fail_after`: see `program.Faults`.
+    `threads` None: all that affinity and quotas allow. `isa`: auto, scalar, avx2, avx512 or neon. Raises UsageError for
+    a value that this build or machine does not have. `fail_after`: see `program.Faults`.
     """
 
     name = capabilities.BACKEND
