@@ -169,15 +169,6 @@ def test_missing_or_empty_text_folders_are_usage_errors(tmp_path: Path) -> None:
         evaluate.find_texts(tmp_path)
 
 
-def test_texts_keep_their_line_ends_and_must_be_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes("ä\r\nb\n".encode())
-    assert evaluate.read_text(path) == "ä\r\nb\n"
-    path.write_bytes(b"ab\xff")
-    with pytest.raises(UsageError, match=r"a\.txt: byte 2 is not UTF-8"):
-        evaluate.read_text(path)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
 def test_texts_in_chunks_are_the_text_and_name_the_bad_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int

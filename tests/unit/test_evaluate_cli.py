@@ -228,6 +228,7 @@ def test_bench_decode_feeds_a_text(engine: FakeEngine, texts: Path, capsys: pyte
     arguments = ["bench", "decode", "m", "--text", str(texts / "mixed.txt"), "--repeats", "1", "--tokens", "2"]
     assert run_command_line([*arguments, "--prompt-tokens", "1"]) == 0
     assert engine.replays[0] == ([120], [121, 122])
+    assert engine.tokenizer.read == 3
     out = capsys.readouterr().out
     assert "fake: 2.00 tokens/s, median of 1 x 2 tokens" in out
     assert "floor 10.0 tokens/s, reached 0.20 of it" in out

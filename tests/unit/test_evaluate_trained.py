@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from picaflor.runtime.evaluate import read_text, score_tokens
+from picaflor.runtime.evaluate import read_chunks, score_pieces, text_bytes
 
 pytest.importorskip("picaflor._native", reason="the native part of the package is not built")
 
@@ -22,9 +21,9 @@ def likelihoods(model: Path | None, texts: Path) -> dict[str, tuple[float, int]]
     found = {}
     with Engine.open(model, EngineOptions(context=1024)) as engine:
         for domain in DOMAINS:
-            text = read_text(texts / f"{domain}.txt")
-            ids = np.array(engine.tokenizer.encode(text), np.int32)
-            score = score_tokens(engine, ids, name=domain, nbytes=len(text.encode()))
+            path = texts / f"{domain}.txt"
+            pieces = engine.tokenizer.encode_pieces(read_chunks(path))
+            score = score_pieces(engine, pieces, name=domain, nbytes=text_bytes(path))
             found[domain] = (score.mean_nll, score.tokens)
     return found
 

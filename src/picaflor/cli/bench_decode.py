@@ -86,12 +86,16 @@ def _check_context(prompt_tokens: int, tokens: int, context: int) -> None:
 
 def _token_ids(engine: Engine, count: int, seed: int, text: Path | None) -> list[int]:
     from picaflor.runtime.bench import fixed_tokens
-    from picaflor.runtime.evaluate import read_text
+    from picaflor.runtime.evaluate import read_chunks
 
     if text is None:
         return [int(token) for token in fixed_tokens(engine.vocabulary, count, seed)]
-    ids = list(engine.tokenizer.encode(read_text(text)))
-    if len(ids) < count:
+    ids: list[int] = []
+    for piece, _ in engine.tokenizer.encode_pieces(read_chunks(text)):
+        ids += piece
+        if len(ids) >= count:
+            break
+    else:
         raise UsageError(f"--text {text}: {len(ids)} tokens; {count} are needed")
     return ids[:count]
 

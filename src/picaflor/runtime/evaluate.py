@@ -201,16 +201,6 @@ def find_texts(path: Path) -> list[Path]:
     return texts
 
 
-def read_text(path: Path) -> str:
-    """A UTF-8 file, line ends as they are. Raises UsageError naming the file and the fault."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: byte {error.start} is not UTF-8; give UTF-8 text") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-
-
 def read_chunks(path: Path) -> Iterator[str]:
     """A UTF-8 file a piece at a time, line ends as they are. Raises UsageError naming the file and the fault."""
     decoder = codecs.getincrementaldecoder("utf-8")()
