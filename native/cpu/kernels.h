@@ -11,7 +11,7 @@
 
 namespace picaflor {
 
-// The activations that `weight` wants at this precision (planes 2 standard, 3 exact); floats for float formats.
+// The activations that `weight` wants at this precision (planes 1 fast, 2 standard, 3 exact); floats for float formats.
 XSpec x_spec(const Weight& weight, int32_t planes);
 
 // Bytes of `n` prepared rows; the layout is the same for every instruction set, rows `x_stride` bytes apart.
