@@ -220,12 +220,20 @@ def test_no_dropout_is_accepted(tmp_path: Path, dropout: object) -> None:
 
 
 def test_a_library_that_gives_up_is_a_bad_tokenizer(tmp_path: Path) -> None:
-    endless = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 1000}
+    endless = {"type": "Replace", "pattern": {"String": ""}, "content": "x" * 32}
     tokenizer = Tokenizer.open(changed(tmp_path, {"normalizer": endless}))
     with pytest.raises(BadTokenizer, match=r"tokenizer\.json: not usable: ") as caught:
         tokenizer.encode("the cat")
     assert "\n" not in str(caught.value)
     assert tokenizer.decode([-1, 1 << 40]) == ""
+
+
+@pytest.mark.parametrize(("sizes", "growth"), [((33,), 33), ((8, 8), 64), ((2,) * 40, 64)])
+def test_replacements_that_blow_a_text_up_are_refused(tmp_path: Path, sizes: tuple[int, ...], growth: int) -> None:
+    parts = [{"type": "Replace", "pattern": {"String": "x"}, "content": "x" * size} for size in sizes]
+    with pytest.raises(BadTokenizer, match=f"a text up to {growth} times as long; accepted: 32 times"):
+        Tokenizer.open(changed(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": parts}}))
+    Tokenizer.open(changed(tmp_path, {"normalizer": {"type": "Sequence", "normalizers": parts[:1] * (growth == 64)}}))
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(tokenizer: Tokenizer) -> None:

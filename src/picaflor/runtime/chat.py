@@ -117,7 +117,8 @@ def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, jinja2.TemplateSyntaxError):
         return f"line {error.lineno}: {text}"
-    return text if type(error) is jinja2.TemplateError and text else f"{type(error).__name__}: {text}"
+    plain = type(error) is jinja2.TemplateError or isinstance(error, SecurityError)
+    return text if plain and text else f"{type(error).__name__}: {text}"
 
 
 def _pick(found: object, where: str) -> str:

@@ -24,6 +24,8 @@ MAX_TOKENIZER_BYTES = 1 << 30
 FILE = "tokenizer.json"
 MOST_LETTERS = 64
 """Characters per token of the context beyond which a prompt is refused before it is looked at."""
+MOST_GROWTH = 32
+"""How many times as long the replacements of a tokenizer may make a text."""
 PIECE_LETTERS = 1 << 15
 """Characters that are encoded at once where a text of any length is read."""
 _CUT_TRIES = 16
@@ -232,6 +234,25 @@ def _check_parts(text: str, path: Path) -> None:
             f"{path}: model.dropout is {json.dumps(dropout)[:80]}, so that a text has other tokens each time; "
             "accepted: null or 0"
         )
+    growth = _growth(values.get("normalizer"))
+    if growth > MOST_GROWTH:
+        raise BadTokenizer(
+            f"{path}: the replacements of its normalizer make a text up to {growth} times as long; "
+            f"accepted: {MOST_GROWTH} times"
+        )
+
+
+def _growth(normalizer: object) -> int:
+    """How many times as long a text can become by the replacements of a normalizer, one after another."""
+    if not isinstance(normalizer, dict):
+        return 1
+    growth = max(1, len(str(normalizer.get("content", "")))) if normalizer.get("type") == "Replace" else 1
+    parts = normalizer.get("normalizers")
+    for part in parts if isinstance(parts, list) else []:
+        growth *= _growth(part)
+        if growth > MOST_GROWTH:
+            break
+    return growth
 
 
 def _parse(text: str, path: Path) -> tokenizers.Tokenizer:
