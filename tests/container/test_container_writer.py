@@ -10,6 +10,7 @@ import shutil
 import signal
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -325,22 +326,27 @@ def test_missing_array(tmp_path: Path) -> None:
         writer.write()
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file may grow beyond 20 kB for one test: the system refuses writes as it does on a full disk."""
+    """No file may grow beyond 20 kB: the system refuses writes as it does on a full disk.
+
+    Only around the call under test: what the test run itself prints may go to a longer file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_refused_write(tmp_path: Path, small_files: None) -> None:
+def test_refused_write(tmp_path: Path) -> None:
     writer = ContainerWriter(tmp_path / "out", max_shard_bytes=50_000)
     for number in range(4):
         writer.add(f"t{number}", "U8", [12_000], np.ones(12_000, np.uint8))
-    with pytest.raises(WriteFailed, match=r"out: writing failed after \d+ of \d+ bytes: File too large"):
+    with small_files(), pytest.raises(WriteFailed, match=r"out: writing failed after \d+ of \d+ bytes: File too large"):
         writer.write()
     assert not (tmp_path / "out").exists()
 
