@@ -38,7 +38,7 @@ def tree(folder: Path, files: dict[str, str]) -> Path:
 
 def sources(folder: Path, ram: int | None = None) -> dict[str, Source]:
     found = memory_sources(ram, held=HELD, proc=folder / "proc", cgroup_mount=folder / "cg")
-    assert [source.name for source in found] == ["--ram", "host", "cgroup"]
+    assert [source.name for source in found] == ["--ram", "host", "cgroup", "ulimit"]
     return {source.name: source for source in found}
 
 
@@ -66,7 +66,7 @@ def test_host_and_ram(tmp_path: Path) -> None:
 
 def test_unknown_is_not_zero_and_not_unlimited(tmp_path: Path) -> None:
     found = sources(tmp_path)
-    for name in ("host", "cgroup"):
+    for name in ("host", "cgroup", "ulimit"):
         assert (found[name].nbytes, found[name].unknown) == (None, True)
         assert str(found[name]).startswith(f"{name} unknown (")
     with pytest.raises(
@@ -119,6 +119,54 @@ def test_cgroup_v1_and_hybrid(tmp_path: Path) -> None:
     assert found.nbytes == share(4 * GIB - (GIB - MIB))
     tree(tmp_path, {"cg/memory/docker/x/memory.limit_in_bytes": "9223372036854771712"})
     assert str(sources(tmp_path)["cgroup"]) == "cgroup no limit (no memory limit is set)"
+
+
+def test_cgroup_v2_high_and_v1_limit_of_the_groups_above(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/app\n",
+        "cg/app/memory.max": f"{4 * GIB}\n",
+        "cg/app/memory.high": f"{2 * GIB}\n",
+        "cg/app/memory.current": f"{GIB}\n",
+    }
+    found = sources(tree(tmp_path / "v2", files))["cgroup"]
+    assert found.nbytes == share(GIB)
+    assert "app/memory.high: 88% of 2 GiB less 1 GiB used" in found.detail
+    tree(tmp_path / "v2", {"cg/app/memory.high": "max"})
+    assert sources(tmp_path / "v2")["cgroup"].nbytes == share(3 * GIB)
+    files = {
+        "proc/self/cgroup": "4:memory:/app\n",
+        "cg/memory/app/memory.limit_in_bytes": "9223372036854771712",
+        "cg/memory/app/memory.usage_in_bytes": str(GIB),
+        "cg/memory/app/memory.stat": f"hierarchical_memory_limit {3 * GIB}\ntotal_active_file {MIB}\n",
+    }
+    found = sources(tree(tmp_path / "v1", files))["cgroup"]
+    assert found.nbytes == share(2 * GIB + MIB)
+    assert "hierarchical_memory_limit" in found.detail
+
+
+LIMITS = (
+    "Limit                     Soft Limit           Hard Limit           Units     \n"
+    "Max data size             {data:<20} unlimited            bytes     \n"
+    "Max stack size            8388608              unlimited            bytes     \n"
+    "Max address space         {space:<20} unlimited            bytes     \n"
+)
+
+
+def test_limits_of_the_process_count_address_space_and_stacks(tmp_path: Path) -> None:
+    status = "VmSize:\t 614400 kB\nVmData:\t 204800 kB\n"
+    tree(tmp_path, {"proc/self/status": status, "proc/self/limits": LIMITS.format(data=GIB, space="unlimited")})
+    assert sources(tmp_path)["ulimit"].nbytes == GIB - 200 * MIB + HELD
+    with_stacks = memory_sources(None, held=HELD, threads=10, proc=tmp_path / "proc", cgroup_mount=tmp_path)[3]
+    assert with_stacks.nbytes == GIB - 280 * MIB + HELD
+    assert with_stacks.detail.startswith("ulimit -d 1 GiB less 280 MiB of address space")
+    tree(tmp_path, {"proc/self/limits": LIMITS.format(data=2 * GIB, space=GIB)})
+    assert sources(tmp_path)["ulimit"].nbytes == GIB - 600 * MIB + HELD
+    tree(tmp_path, {"proc/self/limits": LIMITS.format(data=100 * MIB, space="unlimited")})
+    assert sources(tmp_path)["ulimit"].nbytes == HELD
+    tree(tmp_path, {"proc/self/limits": LIMITS.format(data="unlimited", space="unlimited")})
+    assert str(sources(tmp_path)["ulimit"]) == "ulimit no limit (neither -d nor -v is set)"
+    tree(tmp_path, {"proc/self/limits": LIMITS.format(data=GIB, space="unlimited"), "proc/self/status": "VmSize: 1 kB"})
+    assert sources(tmp_path)["ulimit"].unknown
 
 
 def test_cgroup_path_of_the_host_seen_in_a_container(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ never zero. Counts anonymous, shared and locked memory of the whole process; map
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,8 @@ CGROUP_MOUNT = Path("/sys/fs/cgroup")
 HOST_SHARE = 0.88
 """Part of the memory found free that is used: buffered reads slow down badly when no room is left for file pages."""
 TOLERANCE = 0.02
+STACK_BYTES = 8 << 20
+"""Address space of one thread's stack where the system names no size."""
 _NO_LIMIT = 1 << 60  # cgroup v1 writes the largest page-aligned number for "no limit"
 
 
@@ -101,12 +103,20 @@ def process_memory(*, proc: Path = PROC) -> ProcessMemory | None:
 
 
 def memory_sources(
-    ram: int | None, *, held: int, proc: Path = PROC, cgroup_mount: Path = CGROUP_MOUNT
+    ram: int | None, *, held: int, threads: int = 0, proc: Path = PROC, cgroup_mount: Path = CGROUP_MOUNT
 ) -> tuple[Source, ...]:
-    """`--ram`, the host's and the control group's word on what this process may use, `held` bytes (what it holds now)
-    included."""
+    """The word of `--ram`, of the host, of the control groups and of the process's own limits (`ulimit`) on what this
+    process may use, `held` bytes (what it holds now) included.
+
+    `threads`: how many will be started; the process's limits count the address space of their stacks.
+    """
     given = Source("--ram", ram, "given" if ram is not None else "not given")
-    return (given, _host_source(held, proc), _cgroup_source(held, proc, cgroup_mount))
+    return (
+        given,
+        _host_source(held, proc),
+        _cgroup_source(held, proc, cgroup_mount),
+        _process_source(held, threads, proc),
+    )
 
 
 def tightest(sources: Sequence[Source]) -> Source:
@@ -261,6 +271,45 @@ def _host_source(held: int, proc: Path) -> Source:
     return Source("host", int(available * HOST_SHARE) + held, f"{detail}, and what the process holds")
 
 
+def _process_source(held: int, threads: int, proc: Path) -> Source:
+    """The tightest of `ulimit -d` and `ulimit -v`, which count address space, touched or not."""
+    limits, status = proc / "self" / "limits", proc / "self" / "status"
+    try:
+        lines = limits.read_text().splitlines()
+        used = _kib_fields(status.read_text())
+    except OSError as error:
+        return Source("ulimit", None, f"{error.filename}: {error.strerror}", unknown=True)
+    stacks = threads * _stack_bytes(lines)
+    found: list[tuple[int, str]] = []
+    for words, letter, field in (("Max data size", "d", "VmData"), ("Max address space", "v", "VmSize")):
+        limit = _soft_limit(lines, words)
+        if limit is None:
+            continue
+        if field not in used:
+            return Source("ulimit", None, f"{status} has no {field}", unknown=True)
+        taken = used[field] + stacks
+        detail = f"ulimit -{letter} {format_bytes(limit)} less {format_bytes(taken)} of address space"
+        found.append((max(0, limit - taken), detail))
+    if not found:
+        return Source("ulimit", None, "neither -d nor -v is set")
+    room, detail = min(found)
+    return Source("ulimit", room + held, f"{detail}, and what the process holds")
+
+
+def _stack_bytes(lines: Sequence[str]) -> int:
+    """Address space that the system reserves for a thread's stack."""
+    return _soft_limit(lines, "Max stack size") or STACK_BYTES
+
+
+def _soft_limit(lines: Sequence[str], name: str) -> int | None:
+    """A soft limit in bytes from `/proc/self/limits`; None where it is unlimited or not listed."""
+    for line in lines:
+        if line.startswith(name):
+            words = line[len(name) :].split()
+            return int(words[0]) if words and words[0].isdecimal() else None
+    return None
+
+
 def _cgroup_source(held: int, proc: Path, mount: Path) -> Source:
     """The tightest limit among the process's control group and those above it, version 1 or 2."""
     path = proc / "self" / "cgroup"
@@ -314,28 +363,41 @@ def _levels(folder: Path, group: str) -> list[Path]:
 def _group_room(version: int, level: Path) -> tuple[int, str] | None:
     """(bytes still free, words) of one group; None if it sets no limit. File pages in its usage can be dropped, so
     they count as free. Raises OSError or ValueError for a limit that cannot be read."""
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
-    limit_file, usage_file = (level / name for name in names)
-    if not limit_file.exists():
-        return None  # the root of version 2, or a group without the memory controller
-    text = limit_file.read_text().strip()
-    if text == "max":
+    limits = list(_group_limits(version, level))
+    if not limits:
         return None
-    limit = int(text)
-    if limit >= _NO_LIMIT:
-        return None
-    usage = int(usage_file.read_text())
-    pages = min(usage, _file_pages(level, version))
-    words = f"{limit_file}: {HOST_SHARE:.0%} of {format_bytes(limit)} less {format_bytes(usage - pages)} used"
+    limit, file = min(limits)
+    usage = int((level / ("memory.usage_in_bytes" if version == 1 else "memory.current")).read_text())
+    pages = min(usage, _group_stat(level, version, ("active_file", "inactive_file")))
+    words = f"{file}: {HOST_SHARE:.0%} of {format_bytes(limit)} less {format_bytes(usage - pages)} used"
     return limit - (usage - pages), words
 
 
-def _file_pages(level: Path, version: int) -> int:
-    """Bytes of file pages in a group's usage; 0 if it does not tell (its usage then counts in full)."""
+def _group_limits(version: int, level: Path) -> Iterator[tuple[int, str]]:
+    """(bytes, file) of each limit that a group sets: version 2 also slows a group down above `memory.high`; version 1
+    tells the limit of the groups above, which a container cannot see, in `memory.stat`."""
+    names = ("memory.limit_in_bytes",) if version == 1 else ("memory.max", "memory.high")
+    for name in names:
+        file = level / name
+        if not file.exists():
+            continue  # the root of version 2, or a group without the memory controller
+        text = file.read_text().strip()
+        if text != "max" and int(text) < _NO_LIMIT:
+            yield int(text), str(file)
+    if version == 1:
+        above = _group_stat(level, 2, ("hierarchical_memory_limit",))
+        if 0 < above < _NO_LIMIT:
+            yield above, f"{level / 'memory.stat'}: hierarchical_memory_limit"
+
+
+def _group_stat(level: Path, version: int, names: Sequence[str]) -> int:
+    """Sum of entries of a group's `memory.stat`; 0 if it does not tell (its usage then counts in full).
+
+    Version 1 has sums over the groups below under another name."""
     try:
         lines = (level / "memory.stat").read_text().splitlines()
     except OSError:
         return 0
     prefix = "total_" if version == 1 else ""
     stats = dict(line.split()[:2] for line in lines if len(line.split()) == 2)
-    return sum(int(stats.get(prefix + name, 0)) for name in ("active_file", "inactive_file"))
+    return sum(int(stats.get(prefix + name, 0)) for name in names)
