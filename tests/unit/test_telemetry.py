@@ -28,6 +28,7 @@ DECODE = Phase(
     read_service_s=8.0,
     read_busy_s=3.1,
     weight_bytes=17_500_000_000,
+    storage_bytes=6_138_000_000,
 )
 RECORD = Record(
     model="mid",
@@ -49,6 +50,10 @@ RECORD = Record(
         anonymous_bytes=700 * 1024**2,
         resident_experts=80,
         resident_expert_bytes=2**27,
+        pinned_experts=16,
+        all_experts=640,
+        all_expert_bytes=2**30,
+        budget_source="--ram given",
         expert_slots=8,
     ),
     moe_layers=10,
@@ -87,6 +92,22 @@ def test_derived_figures() -> None:
     assert figures["step_p90_s"] == pytest.approx(0.094)
     assert figures["step_max_s"] == pytest.approx(0.099)
     assert (figures["read_wait_s"], figures["read_service_s"]) == (2.0, 8.0)
+    assert (figures["wanted_per_token"], figures["wanted_per_layer"]) == (80.0, 8.0)
+    assert figures["read_bytes_per_s_per_reader"] == 775e6
+    assert figures["reads_at_once"] == pytest.approx(8 / 3.1)
+    assert figures["read_busy_share"] == pytest.approx(0.62)
+    assert (figures["cold_read_bytes"], figures["warm_read_bytes"]) == (6_138_000_000, 62_000_000)
+
+
+def test_cold_and_warm_add_up_to_what_was_read() -> None:
+    more = replace(DECODE, storage_bytes=9_000_000_000)  # other files were read too
+    assert more.cold_read_bytes == 6_200_000_000
+    assert more.to_json(moe_layers=1)["warm_read_bytes"] == 0
+    untold = replace(DECODE, storage_bytes=None).to_json(moe_layers=1)
+    assert (untold["cold_read_bytes"], untold["warm_read_bytes"]) == (None, None)
+    assert (
+        "from storage" not in dict(rows(replace(RECORD, decode=replace(DECODE, storage_bytes=None))))["reads, decode"]
+    )
 
 
 def test_shares_add_to_one() -> None:
@@ -137,8 +158,29 @@ def test_disk_verdict_has_the_ceiling() -> None:
     assert judged.kind == "disk-bound"
     assert judged.text == (
         "disk-bound: 40% of decode waits for reads; disk 2.00 GB/s, 124.0 MB per token -> ceiling 16.1 tok/s, got 10.0;"
-        " hit rate 40.0%: more memory (--ram) would help most"
+        " hit rate 40.0%: 0.9 GB more RAM would hold all experts and give about 16.7"
     )
+
+
+def test_disk_verdict_names_the_memory_that_pays() -> None:
+    """Of 30 GB on disk 8 would take 8/30 of the waiting away: 5 s become 3.93 for 50 tokens."""
+    decode = replace(DECODE, seconds={"read_wait": 4.0})
+    memory = Memory(
+        resident_experts=100, resident_expert_bytes=10 * 10**9, all_experts=400, all_expert_bytes=40 * 10**9
+    )
+    judged = verdict(replace(RECORD, decode=decode, memory=memory))
+    assert judged.text.endswith("; hit rate 40.0%: 8 GB more RAM would give about 12.7")
+    waits_less = replace(DECODE, seconds={"read_wait": 1.6})
+    judged = verdict(replace(RECORD, decode=waits_less, memory=memory))
+    assert judged.text.endswith("30.0 GB more RAM would hold all experts and give about 14.7")
+    judged = verdict(replace(RECORD, memory=Memory()))
+    assert judged.text.endswith("hit rate 40.0%: more memory (--ram) would help most")
+
+
+def test_disk_verdict_says_when_the_page_cache_gave_the_bytes() -> None:
+    cached = verdict(replace(RECORD, decode=replace(DECODE, storage_bytes=620_000_000)))
+    assert "; 90% of the bytes were in the system's page cache, not on the disk; hit rate 40.0%" in cached.text
+    assert "page cache" not in verdict(RECORD).text
 
 
 def test_disk_verdict_at_a_high_hit_rate_asks_for_a_faster_disk() -> None:
@@ -204,17 +246,28 @@ def test_report_lines() -> None:
     assert table["setup"] == (
         "cpu, avx512, standard, 2 threads, context 4096, temperature 0.7, top-p 0.9, seed 7, loaded in 1.50 s"
     )
+    granted = dict(rows(replace(RECORD, threads_source="affinity allows 2 processors")))["setup"]
+    assert "2 threads (affinity allows 2 processors), context" in granted
     assert "standard, 1 thread, context" in dict(rows(replace(RECORD, threads=1)))["setup"]
-    assert table["prefill"] == "12 tokens in 0.200 s, 60.0 tok/s, first token after 0.250 s"
+    assert table["prefill"] == "12 tokens in 0.200 s, 60.0 tok/s, first token after 0.250 s (1.750 s with loading)"
+    assert dict(rows(replace(RECORD, load_s=0.0)))["prefill"].endswith("first token after 0.250 s")
     assert table["decode"] == "50 tokens in 5.000 s, 10.0 tok/s, ended by length"
     assert table["latency"] == "p50 74.00 ms, p90 94.00, p99 99.00, max 99.00"
     assert table["experts, decode"] == (
-        "hit rate 40.0% = pinned 25.0 + LRU 15.0, loaded 2400 (48.00 loads per token, 4.80 of 8 per layer)"
+        "hit rate 40.0% = pinned 25.0 + LRU 15.0, loaded 2400 (48.00 loads per token, 4.80 of 8.00 wanted per layer)"
+    )
+    ahead = dict(rows(replace(RECORD, decode=replace(DECODE, hits_lru=200, hits_prefetched=400))))
+    assert ahead["experts, decode"].startswith(
+        "hit rate 40.0% = pinned 25.0 + LRU 5.0 + read ahead 10.0, loaded 2400 ("
     )
     assert table["reads, decode"] == (
-        "6.20 GB, 124.00 MB per token, 2.00 GB/s; service 8.000 s over all readers, waited 2.000 s"
+        "6.20 GB, 124.00 MB per token, 99% of it from storage, 2.00 GB/s, 2.6 reads at once, busy 62% of the time;"
+        " service 8.000 s over all readers, waited 2.000 s"
     )
-    assert table["memory"] == "anonymous 700 MiB, budget 700 MiB; 80 experts in memory, 128 MiB, 8 slots per layer"
+    assert table["memory"] == (
+        "anonymous 700 MiB, budget 700 MiB (--ram given); 80 experts in memory, 128 MiB, 16 of them pinned,"
+        " 560 on disk, 896 MiB, 8 slots per layer"
+    )
     assert table["time"] == (
         "read wait 40.0%, experts 20.0%, attention 15.0%, matmul 10.0%, other 10.0%, head 4.0%, router 1.0%"
     )

@@ -45,6 +45,7 @@ class _Counts:
     seconds: dict[str, float] = field(default_factory=dict)
     store: LayerCounters = field(default_factory=LayerCounters)
     busy_s: float = 0.0
+    storage_bytes: int | None = None
 
 
 class Engine:
@@ -326,6 +327,7 @@ class Engine:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         counts.seconds = dict(self._seconds)
         counts.busy_s = store.busy_s() if store is not None else 0.0
+        counts.storage_bytes = physical_read_bytes()
         return counts
 
     def _phase(
@@ -339,6 +341,7 @@ class Engine:
         seconds["read_wait"] = end.store.wait_s - start.store.wait_s
         seconds["sampling"] = sampling_s
         service_s = end.store.service_s - start.store.service_s
+        known = start.storage_bytes is not None and end.storage_bytes is not None
         return Phase(
             tokens=tokens,
             wall_s=wall_s,
@@ -352,6 +355,7 @@ class Engine:
             read_service_s=service_s,
             read_busy_s=end.busy_s - start.busy_s,
             weight_bytes=len(steps) * sum(self.bytes_per_token().values()),
+            storage_bytes=(end.storage_bytes or 0) - (start.storage_bytes or 0) if known else None,
         )
 
     def record(self) -> Record:
@@ -369,6 +373,7 @@ class Engine:
             isa=plan.backend.isa,
             precision=plan.backend.precision,
             threads=plan.backend.threads,
+            threads_source=plan.threads_source,
             context=self.context,
             seed=sampling.seed if sampling is not None else None,
             temperature=sampling.temperature if sampling is not None else None,
@@ -380,12 +385,16 @@ class Engine:
             decode=self._decode,
             memory=Memory(
                 budget_bytes=plan.ledger.limit.nbytes,
+                budget_source=f"{plan.ledger.limit.name}: {plan.ledger.limit.detail}",
                 anonymous_bytes=memory.anonymous if memory else None,
                 locked_bytes=memory.locked if memory else None,
                 mapped_bytes=memory.file if memory else None,
                 peak_resident_bytes=memory.peak if memory else None,
                 resident_experts=sum(resident),
                 resident_expert_bytes=self._expert_bytes(),
+                pinned_experts=sum(count for count, block in zip(resident, moe, strict=False) if self._pinned(block)),
+                all_experts=sum(block.router.experts for block in moe),
+                all_expert_bytes=sum(e.nbytes for block in moe for e in plan.index.experts[block.layer]),
                 expert_slots=max(plan.ledger.slots.values(), default=0),
             ),
             moe_layers=len(moe),
@@ -397,6 +406,10 @@ class Engine:
             fallbacks=dict(plan.backend.table.fallbacks),
             warnings=tuple(self._warnings),
         )
+
+    def _pinned(self, block: MoE) -> bool:
+        store = self.plan.store
+        return store is not None and store.slots[block.layer] == block.router.experts
 
     def measure_memory_limit(self) -> None:
         """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory."""

@@ -120,6 +120,7 @@ class Plan:
     max_rows: int
     max_outputs: int
     read_threads: int
+    threads_source: str
     notices: Notices
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
@@ -328,11 +329,22 @@ def _assemble(
         max_rows=max_rows,
         max_outputs=max_outputs,
         read_threads=read_threads,
+        threads_source=_threads_source(options, notices),
         notices=notices,
         tokenizer=tokenizer,
         chat_template=chat_template,
         resident_memory=residents.memory(),
     )
+
+
+def _threads_source(options: EngineOptions, notices: Notices) -> str:
+    """Who set the number of threads; one line where the user asked for more than the process may use at once."""
+    granted = backend_part("cpu", "threads").grant()
+    if options.threads is None:
+        return str(granted)
+    if options.threads > granted.count:
+        notices.tell(f"--threads {options.threads}: {granted}; threads beyond {granted.count} hold the others up")
+    return "--threads"
 
 
 def _tokenizer(path: Path, model: Model, context: int) -> Tokenizer | None:
@@ -386,7 +398,7 @@ def _ledger(
     ]
     layers = files.layers if files is not None else ()
     return fit(
-        memory_sources(options.ram_bytes, held=held),
+        memory_sources(options.ram_bytes, held=held, threads=backend.threads + (options.read_threads or READ_THREADS)),
         items,
         {layer: files.slot_nbytes(layer) for layer in layers} if files is not None else {},
         {layer: files.count(layer) for layer in layers} if files is not None else {},

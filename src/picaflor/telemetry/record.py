@@ -36,7 +36,8 @@ class Phase:
 
     `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
     pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
-    it. `joined` counts experts whose read was under way already when they were wanted.
+    it. `joined` counts experts whose read was under way already when they were wanted. `storage_bytes` is what the
+    system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
     """
 
     tokens: int = 0
@@ -45,12 +46,14 @@ class Phase:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hits_pinned: int = 0
     hits_lru: int = 0
+    hits_prefetched: int = 0
     joined: int = 0
     loads: int = 0
     read_bytes: int = 0
     read_service_s: float = 0.0
     read_busy_s: float = 0.0
     weight_bytes: int = 0
+    storage_bytes: int | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.seconds) - set(TIME_CLASSES))
@@ -64,11 +67,21 @@ class Phase:
     @property
     def wanted(self) -> int:
         """Experts that were asked for."""
-        return self.hits_pinned + self.hits_lru + self.joined + self.loads
+        return self.hits + self.joined + self.loads
+
+    @property
+    def hits(self) -> int:
+        """Experts that were there when they were asked for."""
+        return self.hits_pinned + self.hits_lru + self.hits_prefetched
 
     @property
     def hit_rate(self) -> float:
-        return _ratio(self.hits_pinned + self.hits_lru, self.wanted)
+        return _ratio(self.hits, self.wanted)
+
+    @property
+    def cold_read_bytes(self) -> int | None:
+        """Bytes of experts that came from storage; None where the system does not tell. Never more than were read."""
+        return None if self.storage_bytes is None else min(self.storage_bytes, self.read_bytes)
 
     @property
     def read_bytes_per_token(self) -> float:
@@ -93,7 +106,9 @@ class Phase:
     def to_json(self, *, moe_layers: int) -> dict[str, Any]:
         """All figures, counted and derived, by the names of names.py; None for what was not measured."""
         timed = bool(self.step_s)
+        wanted_per_token = _measured(self.wanted, self.tokens)
         loads_per_token = _measured(self.loads, self.tokens)
+        cold = self.cold_read_bytes
         shares = self.shares()
         return {
             "tokens": self.tokens,
@@ -106,9 +121,12 @@ class Phase:
             "step_max_s": max(self.step_s) if timed else None,
             "hits_pinned": self.hits_pinned,
             "hits_lru": self.hits_lru,
+            "hits_prefetched": self.hits_prefetched,
             "joined": self.joined,
             "loads": self.loads,
             "hit_rate": self.hit_rate if self.wanted else None,
+            "wanted_per_token": wanted_per_token,
+            "wanted_per_layer": None if wanted_per_token is None else _measured(wanted_per_token, moe_layers),
             "loads_per_token": loads_per_token,
             "loads_per_layer": None if loads_per_token is None else _measured(loads_per_token, moe_layers),
             "read_bytes": self.read_bytes,
@@ -116,6 +134,11 @@ class Phase:
             "read_service_s": self.read_service_s,
             "read_busy_s": self.read_busy_s if self.read_busy_s or not self.read_bytes else None,
             "read_bytes_per_s": _measured(self.read_bytes, self.read_busy_s),
+            "read_bytes_per_s_per_reader": _measured(self.read_bytes, self.read_service_s),
+            "reads_at_once": _measured(self.read_service_s, self.read_busy_s),
+            "read_busy_share": _measured(self.read_busy_s, self.wall_s),
+            "cold_read_bytes": cold,
+            "warm_read_bytes": None if cold is None else self.read_bytes - cold,
             "read_wait_s": self.read_wait_s,
             "weight_bytes": self.weight_bytes if self.weight_bytes or not self.tokens else None,
             "shares": shares if any(shares.values()) else dict.fromkeys(shares),
@@ -127,15 +150,19 @@ class Memory:
     """Memory at the end of the run; None where the system does not tell, or where no budget was granted."""
 
     budget_bytes: int | None = None
+    budget_source: str | None = None
     anonymous_bytes: int | None = None
     locked_bytes: int | None = None
     mapped_bytes: int | None = None
     peak_resident_bytes: int | None = None
     resident_experts: int = 0
     resident_expert_bytes: int = 0
+    pinned_experts: int = 0
+    all_experts: int = 0
+    all_expert_bytes: int = 0
     expert_slots: int = 0
 
-    def to_json(self) -> dict[str, int | None]:
+    def to_json(self) -> dict[str, int | str | None]:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -150,6 +177,7 @@ class Record:
     isa: str = ""
     precision: str = "standard"
     threads: int = 1
+    threads_source: str = ""
     context: int = 0
     seed: int | None = None
     temperature: float | None = None

@@ -20,7 +20,7 @@ def rows(record: Record) -> list[tuple[str, str]]:
     """(label, text) per line of the report, top to bottom."""
     table = [("model", f"{record.model}{', ' + record.description if record.description else ''}")]
     table.append(("setup", _setup(record)))
-    table.append(("prefill", f"{_speed(record.prefill)}, first token after {record.first_token_s:.3f} s"))
+    table.append(("prefill", f"{_speed(record.prefill)}, first token after {_first(record)}"))
     table.append(
         ("decode", _speed(record.decode) + (f", ended by {record.finish_reason}" * bool(record.finish_reason)))
     )
@@ -73,8 +73,15 @@ def _decimal(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
+def _first(record: Record) -> str:
+    text = f"{record.first_token_s:.3f} s"
+    return text + f" ({record.load_s + record.first_token_s:.3f} s with loading)" * bool(record.load_s)
+
+
 def _setup(record: Record) -> str:
-    parts = [record.backend, record.isa, record.precision, f"{record.threads} thread{'s' * (record.threads != 1)}"]
+    threads = f"{record.threads} thread{'s' * (record.threads != 1)}"
+    threads += f" ({record.threads_source})" * bool(record.threads_source)
+    parts = [record.backend, record.isa, record.precision, threads]
     if record.context:
         parts.append(f"context {record.context}")
     if record.temperature is not None:
@@ -98,22 +105,31 @@ def _latency(steps: tuple[float, ...]) -> str:
 def _experts(phase: Phase, record: Record) -> str:
     part = 100 / phase.wanted
     text = (
-        f"hit rate {phase.hit_rate:.1%} = pinned {phase.hits_pinned * part:.1f} + LRU {phase.hits_lru * part:.1f},"
-        f" loaded {phase.loads}"
+        f"hit rate {phase.hit_rate:.1%} = pinned {phase.hits_pinned * part:.1f} + LRU {phase.hits_lru * part:.1f}"
+        + f" + read ahead {phase.hits_prefetched * part:.1f}" * bool(phase.hits_prefetched)
+        + f", loaded {phase.loads}"
     )
     if phase.joined:
         text += f", joined {phase.joined}"
     if phase.tokens and record.moe_layers:
         per_token = phase.loads / phase.tokens
         per_layer = per_token / record.moe_layers
-        text += f" ({per_token:.2f} loads per token, {per_layer:.2f} of {record.experts_per_token} per layer)"
+        wanted = phase.wanted / phase.tokens / record.moe_layers
+        text += f" ({per_token:.2f} loads per token, {per_layer:.2f} of {wanted:.2f} wanted per layer)"
     return text
 
 
 def _reads(phase: Phase) -> str:
     text = f"{_decimal(phase.read_bytes)}, {phase.read_bytes_per_token / 1e6:.2f} MB per token"
+    cold = phase.cold_read_bytes
+    if cold is not None:
+        text += f", {cold / phase.read_bytes:.0%} of it from storage"
     if phase.read_busy_s:
         text += f", {phase.read_bytes_per_s / 1e9:.2f} GB/s"
+        if phase.read_service_s:
+            text += f", {phase.read_service_s / phase.read_busy_s:.1f} reads at once"
+        if phase.wall_s:
+            text += f", busy {phase.read_busy_s / phase.wall_s:.0%} of the time"
     return f"{text}; service {phase.read_service_s:.3f} s over all readers, waited {phase.read_wait_s:.3f} s"
 
 
@@ -127,8 +143,14 @@ def _memory(record: Record) -> str:
         ("budget", memory.budget_bytes),
     )
     text = ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes if size is not None) or "not told"
+    if memory.budget_bytes is not None and memory.budget_source:
+        text += f" ({memory.budget_source})"
     if memory.resident_experts:
         text += f"; {memory.resident_experts} experts in memory, {format_bytes(memory.resident_expert_bytes)}"
+        text += f", {memory.pinned_experts} of them pinned" * bool(memory.pinned_experts)
+        if memory.all_experts:
+            left = memory.all_expert_bytes - memory.resident_expert_bytes
+            text += f", {memory.all_experts - memory.resident_experts} on disk, {format_bytes(left)}"
         text += f", {memory.expert_slots} slots per layer" * bool(memory.expert_slots)
     return text
 

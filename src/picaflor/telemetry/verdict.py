@@ -16,6 +16,8 @@ WAIT_SHARE = 0.30
 WEIGHT_SHARE = 0.40
 ATTENTION_SHARE = 0.35
 LOW_HIT_RATE = 0.90
+WORTH_IT = 1.25
+"""How much faster a run must be for more memory to be named as the cure."""
 MEMORY_PART = 0.60
 """From this part of the memory's measured rate on, multiplying waits for memory rather than for arithmetic."""
 
@@ -38,7 +40,7 @@ def verdict(record: Record) -> Verdict:
     shares = phase.shares()
     weights = sum(shares[part] for part in WEIGHT_CLASSES)
     if shares["read_wait"] >= WAIT_SHARE:
-        return Verdict("disk-bound", _disk(phase, name, shares["read_wait"], record.readers))
+        return Verdict("disk-bound", _disk(record, phase, name, shares["read_wait"]))
     if weights >= WEIGHT_SHARE:
         return _weights(record, phase, name, weights)
     if shares["attention"] >= ATTENTION_SHARE:
@@ -52,7 +54,8 @@ def verdict(record: Record) -> Verdict:
     )
 
 
-def _disk(phase: Phase, name: str, wait: float, readers: int) -> str:
+def _disk(record: Record, phase: Phase, name: str, wait: float) -> str:
+    readers = record.readers
     text = f"disk-bound: {wait:.0%} of {name} waits for reads"
     rate, bound = phase.read_bytes_per_s, ""
     if not rate and phase.read_service_s and readers:
@@ -63,8 +66,34 @@ def _disk(phase: Phase, name: str, wait: float, readers: int) -> str:
             f"; disk {bound}{rate / 1e9:.2f} GB/s, {phase.read_bytes_per_token / 1e6:.1f} MB per token"
             f" -> ceiling {ceiling:.1f} tok/s, got {phase.tokens_per_s:.1f}"
         )
-    cure = "more memory (--ram)" if phase.hit_rate < LOW_HIT_RATE else "a faster disk"
-    return f"{text}; hit rate {phase.hit_rate:.1%}: {cure} would help most"
+    cold = phase.cold_read_bytes
+    if cold is not None and cold < phase.read_bytes / 2:
+        text += f"; {1 - cold / phase.read_bytes:.0%} of the bytes were in the system's page cache, not on the disk"
+    if phase.hit_rate >= LOW_HIT_RATE:
+        return f"{text}; hit rate {phase.hit_rate:.1%}: a faster disk would help most"
+    return f"{text}; hit rate {phase.hit_rate:.1%}: {_more_memory(record, phase)}"
+
+
+def _more_memory(record: Record, phase: Phase) -> str:
+    """What more memory would give: the smallest power of two of GB that makes the phase 1.25 times as fast, or all.
+
+    The experts that are read are taken to be wanted equally often, so misses fall with their number on disk.
+    """
+    memory = record.memory
+    missing = memory.all_expert_bytes - memory.resident_expert_bytes
+    if missing <= 0 or not memory.resident_expert_bytes:
+        return "more memory (--ram) would help most"
+    extra = 1e9
+    while extra < missing and _speed_with(phase, extra / missing) < WORTH_IT * phase.tokens_per_s:
+        extra *= 2
+    if extra >= missing:
+        return f"{missing / 1e9:.1f} GB more RAM would hold all experts and give about {_speed_with(phase, 1.0):.3g}"
+    return f"{extra / 1e9:.0f} GB more RAM would give about {_speed_with(phase, extra / missing):.3g}"
+
+
+def _speed_with(phase: Phase, part: float) -> float:
+    """Tokens per second when this part of what is on disk were in memory."""
+    return phase.tokens / (phase.wall_s - part * phase.read_wait_s)
 
 
 def _weights(record: Record, phase: Phase, name: str, share: float) -> Verdict:
