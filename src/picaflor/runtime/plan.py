@@ -159,14 +159,20 @@ def backend_part(name: str, part: str) -> Any:
     return importlib.import_module(f"picaflor.backends.{name}.{part}")
 
 
-class _Residents:
-    """The resident matrices and vectors: memory first, bytes later."""
+class Residents:
+    """The resident matrices and vectors: memory first, bytes later. `allocate` gives the memory of a plane."""
 
     def __init__(
-        self, index: ModelIndex, backend: HostBackend, layouts: Callable[[int], Sequence[ExpertLayout]]
+        self,
+        index: ModelIndex,
+        backend: HostBackend,
+        layouts: Callable[[int], Sequence[ExpertLayout]],
+        *,
+        allocate: Callable[[int], NDArray[np.uint8]] | None = None,
     ) -> None:
         self._index = index
         self._backend = backend
+        self._allocate = allocate or backend.allocate
         self._layouts = layouts
         self._weights: dict[str, Weight] = {}
         self._vectors: dict[str, Vector] = {}
@@ -202,11 +208,16 @@ class _Residents:
             _check_finite(info.name, values)
             self._vectors[name] = self._backend.vector(name, values)
 
+    def blank_vectors(self) -> None:
+        """Vectors of ones, for what computes no answer."""
+        for name, info in self._index.vectors.items():
+            self._vectors[name] = self._backend.vector(name, np.ones(info.shape, np.float32))
+
     def _memory(self, matrix: Matrix) -> tuple[NDArray[np.uint8], ...]:
         """One array per plane, shared by matrices that lie on the same bytes (a tied head)."""
         key = tuple((span.shard, span.offset, span.nbytes) for span in matrix.spans)
         if key not in self._planes:
-            self._planes[key] = tuple(self._backend.allocate(span.nbytes) for span in matrix.spans)
+            self._planes[key] = tuple(self._allocate(span.nbytes) for span in matrix.spans)
             checked = [matrix.name if plane.dtype == np.float32 else "" for plane in REGISTRY[matrix.format].planes]
             self._fills.extend(zip(matrix.spans, self._planes[key], checked, strict=True))
         return self._planes[key]
@@ -286,28 +297,25 @@ def _assemble(
     notices: Notices,
     progress: Progress,
 ) -> Plan:
-    context = _context(model, options)
+    context = context_of(model, options)
     max_rows = min(options.prefill_chunk or DEFAULT_CHUNK, context * options.sequences)
     max_outputs = max(1, min(max_rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
     # Before the memory is measured, so that the vocabulary is part of what this program holds.
-    tokenizer = _tokenizer(path, model, context)
+    tokenizer = open_tokenizer(path, model, context)
     chat_template = ChatTemplate.open(path)
     held = process_memory()
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
     files = ExpertFiles(container, experts) if experts else None
-    residents = _Residents(index, backend, files.layouts if files is not None else _no_layouts)
+    residents = Residents(index, backend, files.layouts if files is not None else no_layouts)
     residents.read_vectors(container)
     recorder = backend.recorder(
         max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
     )
-    forward, draft = _record(recorder, model, residents, options)
-    ledger = _ledger(options, model, index, backend, residents, files, pool, held.charged if held else 0)
-    store = None
-    read_threads = options.read_threads or READ_THREADS
-    if files is not None:
-        store = ExpertStore(files, slots=ledger.slots, working_slots=ledger.working_slots, read_threads=read_threads)
+    forward, draft = record_forward(recorder, model, residents, options)
+    ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
+    store = open_store(files, ledger, options) if files is not None else None
     try:
         residents.read_all(container, progress)
     except BaseException:
@@ -328,8 +336,8 @@ def _assemble(
         context=context,
         max_rows=max_rows,
         max_outputs=max_outputs,
-        read_threads=read_threads,
-        threads_source=_threads_source(options, notices),
+        read_threads=options.read_threads or READ_THREADS,
+        threads_source=threads_source(options, notices),
         notices=notices,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -337,7 +345,7 @@ def _assemble(
     )
 
 
-def _threads_source(options: EngineOptions, notices: Notices) -> str:
+def threads_source(options: EngineOptions, notices: Notices) -> str:
     """Who set the number of threads; one line where the user asked for more than the process may use at once."""
     granted = backend_part("cpu", "threads").grant()
     if options.threads is None:
@@ -347,7 +355,18 @@ def _threads_source(options: EngineOptions, notices: Notices) -> str:
     return "--threads"
 
 
-def _tokenizer(path: Path, model: Model, context: int) -> Tokenizer | None:
+def open_store(files: ExpertFiles, ledger: Ledger, options: EngineOptions) -> ExpertStore:
+    """The store of experts with the slots that the ledger grants."""
+    return ExpertStore(
+        files,
+        slots=ledger.slots,
+        working_slots=ledger.working_slots,
+        read_threads=options.read_threads or READ_THREADS,
+    )
+
+
+def open_tokenizer(path: Path, model: Model, context: int) -> Tokenizer | None:
+    """The tokenizer, None where the folder has no file for one."""
     if sidefile.is_absent(path / TOKENIZER_FILE, BadTokenizer):
         return None
     tokenizer = Tokenizer.open(path, vocabulary=model.vocabulary, family=model.family)
@@ -355,11 +374,13 @@ def _tokenizer(path: Path, model: Model, context: int) -> Tokenizer | None:
     return tokenizer
 
 
-def _no_layouts(layer: int) -> Sequence[ExpertLayout]:
+def no_layouts(layer: int) -> Sequence[ExpertLayout]:
+    """Layouts of a model without experts."""
     raise UnsupportedConfig(f"layer {layer} asks for experts and the container has none")
 
 
-def _context(model: Model, options: EngineOptions) -> int:
+def context_of(model: Model, options: EngineOptions) -> int:
+    """Tokens of prompt and answer together. Raises UsageError beyond what the model is made for."""
     if options.context is None:
         return min(DEFAULT_CONTEXT, model.max_positions)
     if options.context > model.max_positions:
@@ -370,24 +391,25 @@ def _context(model: Model, options: EngineOptions) -> int:
     return options.context
 
 
-def _record(
-    recorder: Recorder, model: Model, residents: _Residents, options: EngineOptions
+def record_forward(
+    recorder: Recorder, model: Model, residents: Residents, options: EngineOptions
 ) -> tuple[Forward, DraftForward | None]:
+    """Record the main pass, and with `options.draft` the draft head's."""
     scope = Scope(recorder, residents)
     forward = model.record(scope)
     return forward, model.record_draft(scope) if options.draft else None
 
 
-def _ledger(
+def ledger_of(
     options: EngineOptions,
     model: Model,
-    index: ModelIndex,
     backend: HostBackend,
-    residents: _Residents,
+    residents: Residents,
     files: ExpertFiles | None,
     pool: PagePool,
     held: int,
 ) -> Ledger:
+    """What is needed and what is left for experts. Raises OutOfBudget."""
     values = sum(plane.width for plane in _cached(model, options))
     kv_bytes = pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
     items = [
