@@ -43,3 +43,12 @@ def round_once() -> None:
         return interpreter.TensorHandle(fused(x.data, y.data, z.data), z.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_fma = create_fma
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        """Bounds of loops are arrays of one element, which numpy from 2.4 on does not take for a number."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    interpreter._patch_lang_tensor = patch
