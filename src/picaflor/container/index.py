@@ -36,6 +36,8 @@ from picaflor.container.types import Shard, Span, TensorInfo
 from picaflor.errors import BadContainer, MissingTensor, OutOfBudget
 
 MAX_CONFIG_BYTES = 256_000_000
+MAX_DECLARED_BYTES = 1 << 50
+"""Most bytes that the header of one file may declare where the file itself is not here."""
 PAD_NAME = re.compile(r"__pad__\.\d+")
 _FLOATS = ("F32", "BF16", "F16")
 
@@ -79,12 +81,14 @@ class Container:
         *,
         extra_dirs: Sequence[Path | str] = (),
         allow_missing: bool = False,
+        headers_only: bool = False,
         max_open_files: int | None = None,
     ) -> Container:
         """Read and check all headers of a model directory; `extra_dirs` are searched after it for more shards.
 
         `allow_missing` lists shards that names or index declare and that are not here instead of refusing (for
-        `inspect`). Raises BadContainer, one line naming the file.
+        `inspect`). `headers_only` accepts files that end after their header, for `plan`: sizes are those that the
+        headers declare, and nothing can be read. Raises BadContainer, one line naming the file.
         """
         directory = Path(path)
         paths = find_shards(directory, [Path(extra) for extra in extra_dirs])
@@ -105,7 +109,7 @@ class Container:
             refuse_missing(directory, missing, len(paths), source)
         files = FileSet(paths, limit=max_open_files)
         try:
-            shards, tensors, padding = _read_headers(files, paths)
+            shards, tensors, padding = _read_headers(files, paths, headers_only=headers_only)
             if index is not None:
                 notes += _index_notes(index, shards, tensors)
             return cls(
@@ -233,13 +237,15 @@ def widen(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
     raise BadContainer(f"expected dtype {', '.join(_FLOATS)}; found {show(dtype)}")
 
 
-def _read_headers(files: FileSet, paths: Sequence[Path]) -> tuple[tuple[Shard, ...], dict[str, TensorInfo], int]:
+def _read_headers(
+    files: FileSet, paths: Sequence[Path], *, headers_only: bool
+) -> tuple[tuple[Shard, ...], dict[str, TensorInfo], int]:
     """Shards, tensors by name and padding bytes. Raises BadContainer, also for a name in two shards."""
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
     padding = 0
     for number, path in enumerate(paths):
-        header, nbytes = _read_header(files, number, path)
+        header, nbytes = _read_header(files, number, path, headers_only=headers_only)
         shards.append(Shard(number, path, nbytes, header.metadata))
         for info in header.tensors:
             if info.name.startswith("__pad__.") and PAD_NAME.fullmatch(info.name):
@@ -263,8 +269,8 @@ def _padding(info: TensorInfo, path: Path) -> int:
     return info.nbytes
 
 
-def _read_header(files: FileSet, number: int, path: Path) -> tuple[Header, int]:
-    """One shard's checked header and its file size in bytes."""
+def _read_header(files: FileSet, number: int, path: Path, *, headers_only: bool) -> tuple[Header, int]:
+    """One shard's checked header and its file size in bytes, with `headers_only` the size that the header declares."""
     where = show_path(path)
     nbytes = files.stamp(number).nbytes
     prefix = bytearray(min(8, nbytes))
@@ -272,7 +278,11 @@ def _read_header(files: FileSet, number: int, path: Path) -> tuple[Header, int]:
     length = header_bytes(bytes(prefix), nbytes, where)
     data = bytearray(length)
     files.read(number, 8, memoryview(data))
-    return parse_header(bytes(data), nbytes, where, number), nbytes
+    if not headers_only:
+        return parse_header(bytes(data), nbytes, where, number), nbytes
+    header = parse_header(bytes(data), MAX_DECLARED_BYTES, where, number)
+    ends = (info.offset + info.nbytes for info in header.tensors)
+    return header, max(nbytes, *ends, header.data_start)
 
 
 def _index_notes(index: IndexFile, shards: Iterable[Shard], tensors: Mapping[str, TensorInfo]) -> list[str]:

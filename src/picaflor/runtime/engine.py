@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from picaflor.backends.api import I32
 from picaflor.errors import ContextExceeded, UsageError
 from picaflor.formats.base import F32
-from picaflor.models.base import MatrixSpec
 from picaflor.models.blocks.moe import MoE
 from picaflor.runtime import builtin
 from picaflor.runtime.bench import MemoryProbe
@@ -28,6 +27,7 @@ from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.plan import EngineOptions, Plan, Progress, build, formats_in_words
 from picaflor.runtime.runner import Runner, Work, checked_ids
 from picaflor.runtime.sampler import Sampling
+from picaflor.runtime.sketch import token_bytes
 from picaflor.runtime.tokenizer import StopSet, Tokenizer, stop_set
 from picaflor.store.budget import process_memory
 from picaflor.store.counters import LayerCounters
@@ -297,28 +297,12 @@ class Engine:
 
     def bytes_per_token(self) -> dict[str, int]:
         """Bytes of weights that one decoded token multiplies, by class; of the embedding only a row."""
-        sizes: dict[str, int] = {}
-        specs = {spec.name: spec for spec in self.plan.model.matrices()}
-        for name, matrix in self.plan.index.matrices.items():
-            if not self._in_main_pass(specs[name]):
-                continue
-            nbytes = matrix.nbytes // matrix.rows if specs[name].kind == "embedding" else matrix.nbytes
-            sizes[specs[name].kind] = sizes.get(specs[name].kind, 0) + nbytes
-        for layer in self.plan.model.layers:
-            if isinstance(layer.mlp, MoE):
-                experts = self.plan.index.experts[layer.mlp.layer]
-                mean = sum(expert.nbytes for expert in experts) // len(experts)
-                sizes["experts"] = sizes.get("experts", 0) + layer.mlp.router.top_k * mean
-        return sizes
+        return token_bytes(self.plan.model, self.plan.index)
 
     def weight_memory(self) -> list[NDArray[np.uint8]]:
         """The weights that are in memory now; for measuring: the bytes stay mapped while the model is open."""
         store = self.plan.store
         return [*self.plan.resident_memory, *(store.memory() if store is not None else [])]
-
-    def _in_main_pass(self, spec: MatrixSpec) -> bool:
-        prefix = f"model.layers.{len(self.plan.model.layers)}."
-        return spec.kind != "draft" and not spec.name.startswith(prefix)
 
     def _counts(self) -> _Counts:
         store = self.plan.store

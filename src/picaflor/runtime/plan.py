@@ -315,7 +315,7 @@ def _assemble(
     )
     forward, draft = record_forward(recorder, model, residents, options)
     ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
-    store = open_store(files, ledger, options) if files is not None else None
+    store = open_store(files, ledger.slots, ledger.working_slots, options) if files is not None else None
     try:
         residents.read_all(container, progress)
     except BaseException:
@@ -355,12 +355,12 @@ def threads_source(options: EngineOptions, notices: Notices) -> str:
     return "--threads"
 
 
-def open_store(files: ExpertFiles, ledger: Ledger, options: EngineOptions) -> ExpertStore:
-    """The store of experts with the slots that the ledger grants."""
+def open_store(files: ExpertFiles, slots: Mapping[int, int], working_slots: int, options: EngineOptions) -> ExpertStore:
+    """The store of experts, with slots by layer, that reads as the options say."""
     return ExpertStore(
         files,
-        slots=ledger.slots,
-        working_slots=ledger.working_slots,
+        slots=slots,
+        working_slots=working_slots,
         read_threads=options.read_threads or READ_THREADS,
     )
 

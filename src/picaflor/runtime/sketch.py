@@ -1,0 +1,177 @@
+"""What a run of a model would be: memory, placement and bytes per token, from headers and config alone.
+
+Knows plans and ledgers; must not read a weight, and must not know how fast anything is. The model's program is recorded
+over blank memory that is never touched, so that buffers are counted by the same code as in a run.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from picaflor.container.index import Container
+from picaflor.errors import BadTokenizer
+from picaflor.models.base import Layer, MatrixSpec, Model
+from picaflor.models.blocks.moe import MoE
+from picaflor.models.config import Notices
+from picaflor.models.loading import ModelIndex, open_model
+from picaflor.runtime import plan as planning
+from picaflor.runtime import sidefile
+from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.runtime.plan import EngineOptions, Residents
+from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
+from picaflor.store.budget import Item, Ledger, Source, fit, process_memory
+from picaflor.store.reader import ExpertFiles
+from picaflor.store.store import WORKING_SLOTS
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """A model that could be run. Close `container` when done."""
+
+    path: Path
+    container: Container
+    model: Model
+    index: ModelIndex
+    files: ExpertFiles | None
+    options: EngineOptions
+    ledger: Ledger
+    context: int
+    isa: str
+    threads: int
+    threads_source: str
+    notices: Notices
+
+    @property
+    def moe(self) -> tuple[MoE, ...]:
+        """The MoE blocks of the main pass, in order."""
+        return tuple(layer.mlp for layer in self.model.layers if isinstance(layer.mlp, MoE))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the files are here in full, not only their headers."""
+        return all(shard.path.stat().st_size >= shard.nbytes for shard in self.container.shards)
+
+    @property
+    def experts(self) -> int:
+        """Routed experts in all."""
+        return sum(block.router.experts for block in self.moe)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all routed experts."""
+        return sum(expert.nbytes for block in self.moe for expert in self.index.experts[block.layer])
+
+    def ledger_with(self, extra: int, *, expert_share: float = 1.0) -> Ledger:
+        """The ledger with `extra` bytes of memory more, and experts of `expert_share` of their size.
+
+        Raises OutOfBudget.
+        """
+        sources = [_raised(source, extra) for source in self.ledger.sources]
+        items = [item for item in self.ledger.items if not _of_experts(item)]
+        layers = self.files.layers if self.files is not None else ()
+        nbytes = {layer: int(self.files.slot_nbytes(layer) * expert_share) for layer in layers if self.files}
+        counts = {layer: self.files.count(layer) for layer in layers if self.files}
+        wanted = self.options.expert_slots if not extra else None
+        return fit(sources, items, nbytes, counts, wanted_slots=wanted, working_slots=WORKING_SLOTS)
+
+
+def _raised(source: Source, extra: int) -> Source:
+    return source if source.nbytes is None else replace(source, nbytes=source.nbytes + extra)
+
+
+def _of_experts(item: Item) -> bool:
+    return item.name.startswith(("expert slots", "working set"))
+
+
+def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
+    """Plan a run of the model in a folder. Raises what errors.py names; nothing stays open then."""
+    container = Container.open(path, headers_only=True)
+    try:
+        for text in container.notes:
+            notices.note(text)
+        model, index = open_model(
+            container,
+            context=options.context or planning.DEFAULT_CONTEXT,
+            group_size=options.group_size,
+            notices=notices,
+        )
+        return _sketch(path, container, model, index, options, notices)
+    except BaseException:
+        container.close()
+        raise
+
+
+def _sketch(
+    path: Path, container: Container, model: Model, index: ModelIndex, options: EngineOptions, notices: Notices
+) -> Sketch:
+    context = planning.context_of(model, options)
+    pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
+    if not sidefile.is_absent(path / TOKENIZER_FILE, BadTokenizer):
+        planning.open_tokenizer(path, model, context)  # so that it is part of what this program holds, as in a run
+    held = process_memory()
+    backend = planning.load_backend(options, notices.note)
+    experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
+    files = ExpertFiles(container, experts) if experts else None
+    layouts = files.layouts if files is not None else planning.no_layouts
+    residents = Residents(index, backend, layouts, allocate=_Blank(index))
+    residents.blank_vectors()
+    max_rows = min(options.prefill_chunk or planning.DEFAULT_CHUNK, context * options.sequences)
+    max_outputs = max(1, min(max_rows, planning.MAX_LOGIT_BYTES // (4 * model.vocabulary)))
+    recorder = backend.recorder(
+        max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
+    )
+    planning.record_forward(recorder, model, residents, options)
+    ledger = planning.ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
+    return Sketch(
+        path=path,
+        container=container,
+        model=model,
+        index=index,
+        files=files,
+        options=options,
+        ledger=ledger,
+        context=context,
+        isa=backend.isa,
+        threads=backend.threads,
+        threads_source=planning.threads_source(options, notices),
+        notices=notices,
+    )
+
+
+class _Blank:
+    """Stands for the memory of resident weights: one mapping that all share and that nobody reads or writes."""
+
+    def __init__(self, index: ModelIndex) -> None:
+        widest = max((span.nbytes for matrix in index.matrices.values() for span in matrix.spans), default=0)
+        self._memory = np.frombuffer(mmap.mmap(-1, widest + planning.SLACK_BYTES), np.uint8)
+
+    def __call__(self, nbytes: int) -> NDArray[np.uint8]:
+        blank: NDArray[np.uint8] = self._memory[:nbytes]
+        return blank
+
+
+def token_bytes(model: Model, index: ModelIndex) -> dict[str, int]:
+    """Bytes of weights that one decoded token multiplies, by class; of the embedding only a row."""
+    embedding, head = index.matrices["model.embed_tokens.weight"], index.matrices["lm_head.weight"]
+    sizes = {"embedding": embedding.nbytes // embedding.rows, "head": head.nbytes}
+    for layer in model.layers:
+        for kind, nbytes in layer_bytes(layer, index).items():
+            sizes[kind] = sizes.get(kind, 0) + nbytes
+    return sizes
+
+
+def layer_bytes(layer: Layer, index: ModelIndex) -> dict[str, int]:
+    """Bytes of weights that one token multiplies in a layer, by class; experts by their mean size."""
+    sizes: dict[str, int] = {}
+    for part in layer.parts():
+        if isinstance(part, MatrixSpec):
+            sizes[part.kind] = sizes.get(part.kind, 0) + index.matrices[part.name].nbytes
+    if isinstance(layer.mlp, MoE):
+        experts = index.experts[layer.mlp.layer]
+        sizes["experts"] = layer.mlp.router.top_k * sum(expert.nbytes for expert in experts) // len(experts)
+    return sizes
