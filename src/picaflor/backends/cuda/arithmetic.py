@@ -1,7 +1,7 @@
 """Float arithmetic of the contract in Triton: exp, sigmoid, silu, the tree over sixteen chains, the order of floats.
 
-Knows numbers; must not know operations, formats or memory. docs/design/contracts.md section 2 defines each sequence, and
-native/cpu/math16.h is the same on the CPU. Every kernel is launched with `EXACT`: a product and a sum are fused where
+Knows numbers; must not know operations, formats or memory. docs/design/contracts.md section 2 defines each sequence;
+native/cpu/math16.h has the same for the CPU. Every kernel is launched with `EXACT`: a product and a sum are fused where
 `tl.fma` says so and nowhere else. `/` is no division by IEEE's rule in Triton; `tl.div_rn` and `tl.sqrt_rn` are.
 """
 
@@ -29,8 +29,8 @@ _P2 = tl.constexpr(0.4999999403953552)
 @triton.jit
 def exp(x):
     """exp(x), element by element: 0 below -87.5, the value at 88.5 above it, NaN for NaN."""
-    y = tl.where(88.5 < x, 88.5, x)
-    y = tl.where(-87.5 > y, -87.5, y)
+    y = tl.where(x > 88.5, 88.5, x)
+    y = tl.where(y < -87.5, -87.5, y)
     n = y * _LOG2_E
     n = (n + _ROUND) - _ROUND
     r = tl.fma(-n, _LN2_HIGH, y)
@@ -75,7 +75,7 @@ def tree16(lanes, R: tl.constexpr):
 
 @triton.jit
 def rank(x):
-    """int64 in the order of the floats: 0 for NaN, both zeros equal, never negative; as in native/cpu/ops_choose.cpp."""
+    """int64 in the order of the floats, as in native/cpu/ops_choose.cpp: 0 for NaN, both zeros equal, never negative."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     word = bits.to(tl.int64) & 0xFFFFFFFF
     word = tl.where(bits < 0, 0xFFFFFFFF - word, word + 0x80000000)

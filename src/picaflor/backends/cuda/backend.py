@@ -1,0 +1,202 @@
+"""The GPU backends `cuda` and `rocm`: one Triton source, memory and streams from torch.
+
+Knows devices, capabilities and recorders; must not know families, files or the expert store. `open_backend` fails with
+the reason where no device can be used; nothing else is then tried.
+"""
+
+from __future__ import annotations
+
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import picaflor._native as _native
+from picaflor.backends.api import Precision, Vector, Weight
+from picaflor.backends.cpu.backend import CpuBackend
+from picaflor.backends.cpu.memory import allocate
+from picaflor.backends.cpu.threads import default_threads
+from picaflor.backends.cuda import capabilities, interpret
+from picaflor.backends.cuda.capabilities import HOST, Name
+from picaflor.backends.cuda.host import HostTwin
+from picaflor.backends.cuda.program import DeviceFailed
+from picaflor.backends.cuda.recorder import CudaRecorder
+from picaflor.backends.cuda.tier import ExpertTier
+from picaflor.backends.cuda.weights import Matrices
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
+from picaflor.errors import UnsupportedKernel, UsageError
+from picaflor.formats.base import F32
+
+PRECISIONS: Final = ("fast", "standard", "exact")
+INTERPRETER: Final = "interpreter"
+"""The `isa` of a backend whose kernels Triton interprets on the CPU."""
+
+
+def find_device(backend: Name) -> tuple[Any, str]:
+    """The torch device of a backend and its architecture. Raises UnsupportedKernel with the reason."""
+    if interpret.active():
+        interpret.round_once()
+        return torch.device("cpu"), INTERPRETER
+    built = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "neither"
+    if built != backend:
+        raise UnsupportedKernel(f"backend {backend} cannot start: torch {torch.__version__} is built for {built}")
+    if not torch.cuda.is_available():
+        raise UnsupportedKernel(f"backend {backend} cannot start: {_no_device()}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = torch.cuda.get_device_properties(device)
+    arch = str(found.gcnArchName).partition(":")[0] if built == "rocm" else f"sm_{found.major}{found.minor}"
+    if built == "cuda" and (found.major, found.minor) < (8, 0):
+        raise UnsupportedKernel(f"backend cuda cannot start: {found.name} is {arch}; accepted: sm_80 and later")
+    return device, arch
+
+
+def _no_device() -> str:
+    """Why torch sees no device, in its own words."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return " ".join(str(error).split())
+    return "torch sees no device"
+
+
+class CudaBackend:
+    """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
+
+    `calls` counts steps that ran on the device, by operation. Raises UsageError for a precision that there is not,
+    UnsupportedKernel where no device can be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Name = "cuda",
+        threads: int | None = None,
+        precision: Precision = "standard",
+        table: CapabilityTable | None = None,
+        fail_after: int | None = None,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise UsageError(f"--precision {precision}: this version has {', '.join(PRECISIONS)}")
+        self.name = backend
+        self.device, self.isa = find_device(backend)
+        self.threads = default_threads() if threads is None else threads
+        self.precision: Precision = precision
+        self.table = capabilities.declare(CapabilityTable(), backend) if table is None else table
+        self.calls: Counter[str] = Counter()
+        self._fail_after = fail_after
+        self._matrices = Matrices(self.device)
+        self._tier = ExpertTier(self.device, precision)
+        self._recorders: list[CudaRecorder] = []
+        self._sampled = False
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Zeroed host memory, untouched until written, with 64 more readable bytes behind it."""
+        return allocate(nbytes)
+
+    def weight(
+        self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
+    ) -> Weight:
+        """Hold a matrix `[rows, cols]`. Its planes are copied to the device before the first program runs; they stay
+        with the host, which computes on where the device fails.
+
+        Raises UnsupportedKernel for a format that this backend does not know, ValueError for planes of the wrong size.
+        """
+        self.table.cell(self.name, "matmul", format_name)
+        handle = self._matrices.bind(name, format_name, shape, group_size, planes)
+        return Weight(name, format_name, *shape, group_size, handle)
+
+    def vector(self, name: str, values: F32) -> Vector:
+        """Hold a copy of a parameter vector."""
+        copied = torch.from_numpy(np.array(values, np.float32)).to(self.device)
+        return Vector(name, len(values), copied)
+
+    def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> CudaRecorder:
+        """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
+        sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
+        twin = HostTwin(open=self._host, sizes=sizes, fetch=_no_page, failed=self._failed)
+        recorder = CudaRecorder(
+            backend=self.name,
+            device=self.device,
+            precision=self.precision,
+            table=self.table,
+            tier=self._tier,
+            twin=twin,
+            allowed=self._allowed,
+            ready=self._matrices.copy_all,
+            max_rows=max_rows,
+            max_outputs=max_outputs,
+            page_tokens=page_tokens,
+            pages=pages,
+        )
+        self._recorders.append(recorder)
+        return recorder
+
+    def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
+        """One token from logits `[vocabulary]`, on the host; argmax at temperature 0 or below."""
+        if not self._sampled:
+            self.table.select("sample", NO_FORMAT, self.name)
+            self.table.announce()
+            self._sampled = True
+        row = np.ascontiguousarray(logits, dtype=np.float32)
+        token: int = _native.sample("auto", row, temperature=temperature, top_p=top_p, uniform=uniform)
+        return token
+
+    def isa_of(self, cell: Cell) -> str:
+        """The architecture that the kernels behind a selected cell run on."""
+        return self.isa
+
+    def workspace_bytes(self) -> int:
+        """Bytes of host memory that running takes: staging only, the buffers are on the device."""
+        return 0
+
+    def kv_bytes(self) -> int:
+        """Bytes of key-value pages that have been written to so far, on the device."""
+        return sum(recorder.kv_bytes() for recorder in self._recorders)
+
+    def _allowed(self, op: str) -> None:
+        """Count a call of the device. Raises DeviceFailed for one that is to fail."""
+        if self._fail_after is not None and self.calls.total() >= self._fail_after:
+            raise DeviceFailed(op)
+        self.calls[op] += 1
+
+    def _failed(self, call: str) -> None:
+        """Tell the table. Raises UnsupportedKernel under `--strict`."""
+        limit = self._fail_after
+        self.table.failed(
+            self.name,
+            call,
+            reason=f"PICAFLOR_FAIL_AFTER={limit} lets every call after the first {limit} fail",
+            instead=HOST,
+            cure="unset PICAFLOR_FAIL_AFTER",
+        )
+
+    def _host(self) -> CpuBackend:
+        return CpuBackend(threads=self.threads, precision=self.precision)
+
+
+def _no_page(plane: object, page: int) -> F32:
+    raise RuntimeError(f"page {page} of {plane} was asked for before a recorder was made")
+
+
+def open_backend(
+    *,
+    backend: Name = "cuda",
+    threads: int | None = None,
+    precision: Precision = "standard",
+    isa: str = "auto",
+    disable: Sequence[str] = (),
+    strict: bool = False,
+    notice: Callable[[str], None] | None = None,
+    fail_after: int | None = None,
+) -> CudaBackend:
+    """The backend as options describe it. `isa` names instruction sets of the CPU and changes nothing here.
+
+    Raises UsageError, and UnsupportedKernel where no device can be used.
+    """
+    table = capabilities.declare(CapabilityTable(strict=strict, notice=notice), backend)
+    table.disable(disable)
+    return CudaBackend(backend=backend, threads=threads, precision=precision, table=table, fail_after=fail_after)

@@ -1,0 +1,227 @@
+"""A recorded program of a GPU backend: steps over rows that stay on the device from the first to the last.
+
+Knows batches, buffers of torch and steps; must not know what a step computes, families or files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.cuda.rows import Tensor
+from picaflor.formats.base import F32
+
+if TYPE_CHECKING:
+    from picaflor.backends.cuda.host import HostTwin
+
+CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Rows that a step acts on: all of the batch, or its output rows. i32 `[count]` each."""
+
+    count: int
+    tokens: Tensor
+    sequences: Tensor
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One batch on the device. `outputs` has the output rows, `numbers` their numbers among `rows`."""
+
+    rows: Space
+    outputs: Space
+    numbers: Tensor
+    pages: Tensor
+    longest: int
+    experts: ExpertProvider | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation: its name, the class that its time counts for, whether it acts on the output rows."""
+
+    op: str
+    kind: str
+    outputs: bool
+    run: Callable[[Frame, Space], None]
+
+
+class DeviceFailed(Exception):
+    """A call of the device failed, and the host computes on. The text says why."""
+
+
+@dataclass(slots=True)
+class Batches:
+    """Where batches lie on the device: one buffer of int32, filled by one copy.
+
+    Order: tokens, sequences, positions of all rows, then output numbers and the same three of the output rows, then
+    the page tables, `pages` wide each.
+    """
+
+    max_rows: int
+    max_outputs: int
+    pages: int
+    page_tokens: int
+    device: Any
+    touched: set[int] = field(default_factory=set)
+    _host: NDArray[np.int32] = field(init=False)
+    _memory: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = 3 * self.max_rows + 4 * self.max_outputs + self.max_rows * self.pages
+        self._host = np.zeros(size, np.int32)
+        self._memory = torch.zeros(size, dtype=torch.int32, device=self.device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages hold."""
+        return self.pages * self.page_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return int(self._host.nbytes)
+
+    def load(self, batch: Batch, experts: ExpertProvider | None) -> Frame:
+        """Check a batch and copy it to the device. Raises ValueError for one that does not fit."""
+        rows, outputs, tables = self._check(batch)
+        used = tables.shape[0] * self.pages
+        host, r, o = self._host, self.max_rows, self.max_outputs
+        numbers = batch.outputs
+        parts = (batch.tokens, batch.sequences, batch.positions)
+        for index, values in enumerate(parts):
+            host[index * r : index * r + rows] = values
+        host[3 * r : 3 * r + outputs] = numbers
+        for index, values in enumerate(parts, start=1):
+            host[3 * r + index * o : 3 * r + index * o + outputs] = values[numbers]
+        head = 3 * r + 4 * o
+        host[head : head + used].reshape(-1, self.pages)[:, : tables.shape[1]] = tables
+        self._memory[: head + used].copy_(torch.from_numpy(host[: head + used]))
+        return self._frame(rows, outputs, int(batch.positions.max(initial=0)) + 1, experts)
+
+    def _frame(self, rows: int, outputs: int, longest: int, experts: ExpertProvider | None) -> Frame:
+        memory, r, o = self._memory, self.max_rows, self.max_outputs
+        first = [memory[index * r : index * r + rows] for index in range(3)]
+        second = [memory[3 * r + index * o : 3 * r + index * o + outputs] for index in range(4)]
+        pages = memory[3 * r + 4 * o :].view(r, self.pages)
+        return Frame(Space(rows, *first), Space(outputs, *second[1:]), second[0], pages, longest, experts)
+
+    def _check(self, batch: Batch) -> tuple[int, int, NDArray[np.int32]]:
+        rows, outputs = len(batch.tokens), len(batch.outputs)
+        if len(batch.sequences) != rows or len(batch.positions) != rows:
+            raise ValueError("tokens, sequences and positions of a batch differ in length")
+        if rows > self.max_rows:
+            raise ValueError(f"a batch of {rows} rows, at most {self.max_rows} fit")
+        if outputs > self.max_outputs:
+            raise ValueError(f"a batch with {outputs} outputs, at most {self.max_outputs} fit")
+        _inside(batch.outputs, rows, "output row {} of a batch of {} rows")
+        _inside(batch.sequences, batch.pages.shape[0], "a row is of sequence {} of {}")
+        limit = min(batch.pages.shape[1] * self.page_tokens, self.capacity)
+        _inside(batch.positions, limit, "a row is at position {}, the page table has {} positions")
+        tables = batch.pages[: int(batch.sequences.max(initial=-1)) + 1, : self.pages]
+        if tables.shape[0] > self.max_rows:
+            raise ValueError(f"rows of {tables.shape[0]} sequences, at most {self.max_rows} fit")
+        for sequence, position in _furthest(batch):
+            used = tables[sequence, : position // self.page_tokens + 1]
+            _inside(used, self.pages, f"page {{}} of sequence {sequence}, there are {{}} pages")
+        for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
+            self.touched.add(int(tables[sequence, position // self.page_tokens]))
+        return rows, outputs, tables
+
+
+def _furthest(batch: Batch) -> list[tuple[int, int]]:
+    """(sequence, last position) of the sequences that have rows."""
+    last: dict[int, int] = {}
+    for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
+        last[sequence] = max(position, last.get(sequence, 0))
+    return list(last.items())
+
+
+def _inside(values: NDArray[np.int32], limit: int, text: str) -> None:
+    bad = values[(values < 0) | (values >= limit)]
+    if len(bad):
+        raise ValueError(text.format(int(bad[0]), limit))
+
+
+class CudaProgram:
+    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
+
+    `allowed(op)` counts a call and raises DeviceFailed for one that is to fail.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        batches: Batches,
+        twin: HostTwin,
+        number: int,
+        *,
+        allowed: Callable[[str], None],
+        ready: Callable[[], None],
+    ) -> None:
+        self._steps = tuple(steps)
+        self._batches = batches
+        self._twin = twin
+        self._number = number
+        self._allowed = allowed
+        self._ready = ready
+        self._written: dict[Rows, F32] = {}
+        self._seconds = dict.fromkeys(CLASSES, 0.0)
+
+    def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
+        """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
+        if experts is None and any(step.op == "expert_ffn" for step in self._steps):
+            raise ValueError("the program has experts, and no provider was given")
+        started = time.perf_counter()
+        if not self._twin.active:
+            try:
+                self._run(self._batches.load(batch, experts))
+            except DeviceFailed as failure:
+                self._twin.take_over(str(failure), self._batches.touched)
+                for rows, values in self._written.items():
+                    self._twin.write(self._number, rows, values)
+        if self._twin.active:
+            self._twin.run(self._number, batch, experts)
+        self._written.clear()
+        self._seconds["other"] += time.perf_counter() - started
+
+    def _run(self, frame: Frame) -> None:
+        self._ready()
+        for step in self._steps:
+            space = frame.outputs if step.outputs else frame.rows
+            if space.count:
+                self._allowed(step.op)
+                step.run(frame, space)
+
+    def view(self, rows: Rows, count: int) -> NDArray[Any]:
+        """The first `count` rows `[count, width]`, copied to the host."""
+        if self._twin.active:
+            return self._twin.view(self._number, rows, count)
+        started = time.perf_counter()
+        array: NDArray[Any] = rows.handle.view(rows)[:count].cpu().numpy()
+        self._seconds["other"] += time.perf_counter() - started
+        return array
+
+    def write(self, rows: Rows, values: F32) -> None:
+        """Fill an input buffer's first rows."""
+        kept = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
+        self._written[rows] = kept
+        if self._twin.active:
+            self._twin.write(self._number, rows, kept)
+        else:
+            rows.handle.view(rows)[: len(kept)].copy_(torch.from_numpy(kept))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of host time since the last call; the device's classes are not told apart."""
+        taken, self._seconds = self._seconds, dict.fromkeys(CLASSES, 0.0)
+        return taken
