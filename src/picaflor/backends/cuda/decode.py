@@ -2,8 +2,8 @@
 
 Knows where bits lie (docs/formats.md); must not know products, activations or launches. `FORMAT` is the number of the
 format in `formats.REGISTRY` (0 f32, 1 bf16, 2 f16, 3 int8-row, 4 int4-row, 5 int2-row, 6 int4-grouped, 7 int3-g64,
-8 e8-iq3-lattice, 9 mxfp4, 10 fp8-e4m3-b128), `GROUP` the inputs with one activation scale. Rows of codes are given by the address of
-their first byte. Addresses of planes are `uint8` pointers; scales are at multiples of their own size.
+8 e8-iq3-lattice, 9 mxfp4, 10 fp8-e4m3-b128), `GROUP` the inputs with one activation scale. Rows of codes are given by
+the address of their first byte. Addresses of planes are `uint8` pointers; scales are at multiples of their own size.
 """
 
 from __future__ import annotations

@@ -136,4 +136,4 @@ def lattice(device: str) -> Tensor:
     """The grid of e8-iq3-lattice, uint8 `[256, 4]` on the device; kernels of other formats do not read it."""
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(load_grid(), dtype=np.uint8)).to(device)
+    return torch.from_numpy(np.array(load_grid(), dtype=np.uint8)).to(device)

@@ -1,0 +1,439 @@
+"""The routed experts of a layer that lie on a device: all rows and all chosen experts in two launches.
+
+Knows where experts lie (a table of addresses), their shapes and formats; must not know who holds them, models or files.
+First launch: gate, up, SiLU and the digits that down needs. Second: down and the sum in routing order. Many rows go
+expert by expert through tiles instead, with the same bits. docs/design/contracts.md, Experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+from picaflor.backends.api import ExpertLayout, MatrixLayout
+from picaflor.backends.cuda import interpret
+from picaflor.backends.cuda.arithmetic import EXACT, silu
+from picaflor.backends.cuda.formats import NUMBERS, Needs, Tensor, lattice, needs, row_bytes
+from picaflor.backends.cuda.matmul import native
+from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
+from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
+from picaflor.backends.cuda.tiles import Tile, tile_of
+from picaflor.formats.numeric import ceil_div
+
+ADDRESSES: Final = 6
+"""Of an expert in a table: codes and scales of gate, up and down."""
+FEW_ROWS: Final = 8
+"""Up to here each chosen expert is a product of its own; its matrix is read for each of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Format and shape of one matrix of an expert; `aligned`: its rows of codes start at multiples of 16 bytes."""
+
+    format: str
+    rows: int
+    cols: int
+    group_size: int
+    aligned: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Distance of two rows of codes."""
+        return row_bytes(self.format, self.cols, self.group_size)
+
+    def needs(self, precision: str) -> Needs | None:
+        """What activations it meets."""
+        return needs(self.format, self.group_size, precision)
+
+    @property
+    def tile(self) -> Tile:
+        """What a program takes for one row."""
+        return tile_of(self.format, self.cols, self.group_size, aligned=self.aligned)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertKind:
+    """What experts of one kind have in common; they differ in where their planes lie."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+
+@dataclass(slots=True)
+class ExpertTable:
+    """The experts of one layer on a device.
+
+    `addresses` int64 `[experts, 6]` and `kind_of` int32 `[experts]` (-1: not here) lie on the device; kernels read them
+    when they run, so that a captured graph sees what was promoted since.
+    """
+
+    kinds: tuple[ExpertKind, ...]
+    addresses: Tensor = field(repr=False)
+    kind_of: Tensor = field(repr=False)
+
+
+def kind_of_layout(layout: ExpertLayout) -> ExpertKind:
+    """The kind of an expert in a slot at a multiple of 16 bytes."""
+    return ExpertKind(*(_matrix(m) for m in (layout.gate, layout.up, layout.down)))
+
+
+def _matrix(m: MatrixLayout) -> Matrix:
+    aligned = m.offsets[0] % 16 == 0 and row_bytes(m.format, m.cols, m.group_size) % 16 == 0
+    return Matrix(m.format, m.rows, m.cols, m.group_size, aligned)
+
+
+def plane_addresses(layout: ExpertLayout, slot: int) -> list[int]:
+    """A row of the table for an expert whose slot starts at address `slot`."""
+    return [slot + m.offsets[p] for m in (layout.gate, layout.up, layout.down) for p in (0, -1)]
+
+
+def table_for(layouts: Sequence[ExpertLayout], slots: Sequence[int], device: Any) -> ExpertTable:
+    """A table of experts in slots at the given device addresses, multiples of 16; 0 for one that is not there."""
+    import torch
+
+    kinds: dict[ExpertKind, int] = {}
+    numbers = [kinds.setdefault(kind_of_layout(layout), len(kinds)) for layout in layouts]
+    rows = [plane_addresses(layout, slot) for layout, slot in zip(layouts, slots, strict=True)]
+    here = [number if slot else -1 for number, slot in zip(numbers, slots, strict=True)]
+    return ExpertTable(
+        tuple(kinds),
+        torch.tensor(rows, dtype=torch.int64).to(device),
+        torch.tensor(here, dtype=torch.int32).to(device),
+    )
+
+
+@triton.jit
+def _address(addresses, expert, which: tl.constexpr):
+    return tl.load(addresses + expert.to(tl.int64) * 6 + which).to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
+def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_stride,
+           g_digits, g_plane, g_half, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
+           u_digits, u_plane, u_half, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups,
+           out, arrived, d_digits, d_plane, d_half, d_length, d_xs, d_sums, d_tops, d_groups,
+           PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
+           G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr, G_VECTORS: tl.constexpr,
+           G_EVEN: tl.constexpr, G_CG: tl.constexpr, G_UNROLL: tl.constexpr,
+           U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr, U_VECTORS: tl.constexpr,
+           U_EVEN: tl.constexpr, U_CG: tl.constexpr, U_UNROLL: tl.constexpr,
+           D_GROUP: tl.constexpr, D_PADDED: tl.constexpr, D_HALVES: tl.constexpr):  # fmt: skip
+    """silu(gate x) * up x of one (row, choice) and BO rows of gate and up; D_GROUP > 0: and the digits of it.
+
+    Who finishes the last rows of one group of down's activations prepares it: which program that is changes no bit.
+    """
+    pair = tl.program_id(1)
+    expert = tl.load(ids + pair)
+    if tl.load(kind_of + expert) == kind:
+        s = (pair // top_k).to(tl.int64)
+        o = tl.program_id(0) * BO + tl.arange(0, BO)
+        live = o < inner
+        xf = x + s * x_stride
+        gate = row_product(_address(addresses, expert, 0), _address(addresses, expert, 1), lattice, o, live, hidden,
+                           g_bytes, g_groups, xf, g_digits + s * g_length, g_plane, g_half, g_xs + s * g_groups,
+                           g_sums + s * g_groups, g_tops + s * g_groups, G_FORMAT, G_GROUP, G_PADDED, PLANES,
+                           G_VECTORS, NATIVE, G_EVEN, BO, G_CG, G_UNROLL)  # fmt: skip
+        up = row_product(_address(addresses, expert, 2), _address(addresses, expert, 3), lattice, o, live, hidden,
+                         u_bytes, u_groups, xf, u_digits + s * u_length, u_plane, u_half, u_xs + s * u_groups,
+                         u_sums + s * u_groups, u_tops + s * u_groups, U_FORMAT, U_GROUP, U_PADDED, PLANES,
+                         U_VECTORS, NATIVE, U_EVEN, BO, U_CG, U_UNROLL)  # fmt: skip
+        h = silu(gate) * up
+        row = out + pair.to(tl.int64) * inner
+        tl.store(row + o, h, mask=live)
+        if D_GROUP > 0:
+            SPAN: tl.constexpr = D_GROUP if D_GROUP > BO else BO  # rows that are prepared together
+            span = tl.program_id(0) * BO // SPAN
+            first = span * SPAN
+            expected = (tl.minimum(inner - first, SPAN) + BO - 1) // BO
+            tl.debug_barrier()
+            count = arrived + pair * ((inner + SPAN - 1) // SPAN) + span
+            if tl.atomic_add(count, 1, sem="acq_rel") == expected - 1:
+                tl.store(count, 0)
+                WIDTH: tl.constexpr = 64 if D_PADDED == 64 else (128 if D_PADDED == 128 else 256)
+                TILE: tl.constexpr = SPAN // D_GROUP
+                k = tl.arange(0, WIDTH)[None, :]
+                g = span * TILE + tl.arange(0, TILE)
+                i = g[:, None] * D_GROUP + k
+                v = tl.load(row + i, mask=(k < D_GROUP) & (i < inner), other=0.0, cache_modifier=".cg")
+                store_group(v, d_digits, (k < D_PADDED) & (g < d_groups)[:, None], k, g[:, None], pair.to(tl.int64),
+                            d_plane, d_half, d_length, d_xs, d_sums, d_tops, d_groups, g < d_groups, PLANES, D_HALVES,
+                            D_PADDED)  # fmt: skip
+
+
+@triton.jit
+def _outer(ids, weights, weights_stride, kind_of, addresses, lattice, kind, hidden, inner, x,
+           digits, plane, half, length, xs, sums, tops, bytes_, groups, out, out_stride,
+           TOP_K: tl.constexpr, SUM: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
+           FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, VECTORS: tl.constexpr,
+           EVEN: tl.constexpr, CG: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+    """SUM: out[row] = sum of weights[k] * down(h_k) in routing order. Else out[row * TOP_K + k] = down(h_k)."""
+    s = tl.program_id(1)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    live = o < hidden
+    acc = tl.zeros((BO,), tl.float32)
+    for k in range(TOP_K):
+        pair = (s * TOP_K + k).to(tl.int64)
+        expert = tl.load(ids + pair)
+        if tl.load(kind_of + expert) == kind:
+            y = row_product(_address(addresses, expert, 4), _address(addresses, expert, 5), lattice, o, live, inner,
+                            bytes_, groups, x + pair * inner, digits + pair * length, plane, half, xs + pair * groups,
+                            sums + pair * groups, tops + pair * groups, FORMAT, GROUP, PADDED, PLANES, VECTORS, NATIVE,
+                            EVEN, BO, CG, UNROLL)  # fmt: skip
+            if SUM:
+                acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
+            else:
+                tl.store(out + pair * out_stride + o, y, mask=live)
+    if SUM:
+        tl.store(out + s.to(tl.int64) * out_stride + o, acc, mask=live)
+
+
+@triton.jit
+def _combine(pairs, weights, weights_stride, out, out_stride, width, TOP_K: tl.constexpr, B: tl.constexpr):
+    s = tl.program_id(0).to(tl.int64)
+    o = tl.program_id(1) * B + tl.arange(0, B)
+    acc = tl.zeros((B,), tl.float32)
+    for k in range(TOP_K):
+        y = tl.load(pairs + (s * TOP_K + k) * width + o, mask=o < width, other=0.0)
+        acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
+    tl.store(out + s * out_stride + o, acc, mask=o < width)
+
+
+def combine(pairs: Tensor, weights: Tensor, out: Tensor) -> None:
+    """out[row] = sum over k, in routing order, of weights[row, k] * pairs[row, k]; pairs `[rows, top_k, width]`."""
+    rows, top_k, width = pairs.shape
+    block = 4096 if interpret.active() else 256
+    _combine[(rows, triton.cdiv(width, block))](
+        pairs, weights, weights.stride(0), out, out.stride(0), width, TOP_K=top_k, B=block, num_warps=4, **EXACT
+    )
+
+
+class _Rows:
+    """Prepared rows of x and of h for one call, made once for each need."""
+
+    def __init__(self, x: Tensor, precision: str) -> None:
+        self._x = x
+        self.precision = precision
+        self._made: dict[Needs, Prepared] = {}
+
+    def of(self, matrix: Matrix) -> Prepared | None:
+        """x as the matrix needs it; None: as it is."""
+        wanted = matrix.needs(self.precision)
+        if wanted is None:
+            return None
+        if wanted not in self._made:
+            self._made[wanted] = prepare(self._x, wanted)
+        return self._made[wanted]
+
+    def give(self, made: Sequence[Prepared]) -> None:
+        """Rows that are there already."""
+        self._made.update({rows.needs: rows for rows in made})
+
+
+def _parts(rows: Prepared | None, x: Tensor) -> tuple[Any, ...]:
+    """digits, plane, half, length, scales, sums, tops: of float formats addresses that are not read."""
+    if rows is None:
+        return (x, 0, 0, 0, x, x, x)
+    d = rows.digits
+    return (d, d.stride(0), d.stride(1), rows.length, rows.scales, rows.sums[0], rows.sums[1])
+
+
+def _constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, Any]:
+    tile = matrix.tile
+    group, padded = (0, 64) if rows is None else (rows.needs.group, rows.needs.padded)
+    values = {
+        "FORMAT": NUMBERS[matrix.format], "GROUP": group, "PADDED": padded, "VECTORS": tile.vectors,
+        "EVEN": tile.even, "CG": tile.groups, "UNROLL": tile.unroll,
+    }  # fmt: skip
+    return {prefix + name: value for name, value in values.items()}
+
+
+def _fuses(kind: ExpertKind, wanted: Needs | None, block: int) -> bool:
+    """Whether the first launch can prepare h: whole groups fit a program's rows or the other way round."""
+    if wanted is None or wanted.rotated or wanted.group != wanted.padded:
+        return False
+    return wanted.group % block == 0 or block % wanted.group == 0
+
+
+def _few(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, weights: Tensor,
+         out: Tensor, arrived: Tensor | None, *, summed: bool) -> None:  # fmt: skip
+    """Both launches for the experts of one kind."""
+    import torch
+
+    count, top_k = ids.shape
+    inner, hidden = kind.gate.rows, kind.gate.cols
+    planes = {"fast": 1, "standard": 2, "exact": 3}[rows.precision]
+    g, u = rows.of(kind.gate), rows.of(kind.up)
+    wanted = kind.down.needs(rows.precision)
+    h = torch.empty((count * top_k, inner), dtype=torch.float32, device=x.device)
+    d = None if wanted is None else room_for(wanted, inner, count * top_k, x.device)
+    block = min(kind.gate.tile.rows, kind.up.tile.rows)
+    fused = arrived is not None and _fuses(kind, wanted, block)
+    grid_table = lattice(str(x.device))
+    common = {"PLANES": planes, "NATIVE": native(), **EXACT}
+    d_group = (wanted.group, wanted.padded, 2 if wanted.halves else 1) if fused and wanted is not None else (0, 64, 1)
+    _inner[(triton.cdiv(inner, block), count * top_k)](
+        ids, top_k, table.kind_of, table.addresses, grid_table, number, inner, hidden, x, x.stride(0),
+        *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
+        *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups,
+        h, h if arrived is None else arrived, *_parts(d, x), 0 if d is None else d.groups,
+        BO=block, **_constants(kind.gate, g, "G_"), **_constants(kind.up, u, "U_"),
+        D_GROUP=d_group[0], D_PADDED=d_group[1], D_HALVES=d_group[2], num_warps=kind.gate.tile.warps, **common,
+    )  # fmt: skip
+    if d is not None and wanted is not None and not fused:
+        d = prepare(h, wanted, into=d)
+    tile = kind.down.tile
+    _outer[(triton.cdiv(hidden, tile.rows), count)](
+        ids, weights, weights.stride(0), table.kind_of, table.addresses, grid_table, number, hidden, inner, h,
+        *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, out, out.stride(-2),
+        TOP_K=top_k, SUM=summed, BO=tile.rows, **_constants(kind.down, d, ""), num_warps=tile.warps, **common,
+    )  # fmt: skip
+
+
+def expert_ffn(
+    x: Tensor, ids: Tensor, weights: Tensor, table: ExpertTable, out: Tensor, precision: str, *,
+    pairs: Tensor | None = None, prepared: Sequence[Prepared] = (), arrived: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out[row] = sum over k, in routing order, of weights[row, k] * expert[ids[row, k]](x[row]).
+
+    x float32 `[rows, hidden]`; ids int32 and weights float32 `[rows, top_k]`. With `pairs` float32
+    `[rows, top_k, hidden]` the single results of experts that are here are written there and `out` is left alone: fill
+    in what others computed, then `combine`. `prepared`: rows of x that exist already. `arrived`: int32 zeros, at least
+    `rows * top_k * inner / 16`, left as zeros; with them the first launch prepares down's activations too.
+    """
+    import torch
+
+    rows = _Rows(x, precision)
+    rows.give(prepared)
+    contiguous = ids.is_contiguous()
+    ids = ids if contiguous else ids.contiguous()
+    summed = pairs is None and len(table.kinds) == 1
+    count, top_k = ids.shape
+    if summed and count <= FEW_ROWS:
+        _few(table.kinds[0], 0, table, x, rows, ids, weights, out, arrived, summed=True)
+        return
+    results = pairs
+    if results is None:
+        results = torch.empty((count, top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    for number, kind in enumerate(table.kinds):
+        run = _few if count <= FEW_ROWS else _many
+        run(kind, number, table, x, rows, ids, weights, results, arrived, summed=False)
+    if pairs is None:
+        combine(results, weights, out)
+
+
+@triton.jit
+def _tile(addresses, expert, which: tl.constexpr, lattice, o, live, cols, row_bytes, groups, x, x_stride, digits,
+          plane, half, length, xs, s, here, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+          PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """float32 `[BO, BS]`: rows `o` of a matrix of an expert times rows `s` of x or of its digits."""
+    codes = _address(addresses, expert, which)
+    scales = _address(addresses, expert, which + 1)
+    if FORMAT <= 2 or FORMAT == 10:
+        return tl.trans(float_tile(codes, scales, o, live, cols, row_bytes, x + s * x_stride, here, FORMAT, 1, BO, BS))
+    else:
+        return integer_tile(codes, scales, lattice, o, live, cols, row_bytes, groups, digits, plane, half, length, xs,
+                            s, here, FORMAT, GROUP, PADDED, PLANES, BO, BS)  # fmt: skip
+
+
+@triton.jit
+def _inner_many(tile_expert, tile_start, tile_end, order, top_k, kind_of, addresses, lattice, kind, inner, hidden,
+                x, x_stride,
+                g_digits, g_plane, g_half, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
+                u_digits, u_plane, u_half, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups, out,
+                PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
+                G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr,
+                U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr):  # fmt: skip
+    """As `_inner` for up to BS pairs of one expert."""
+    expert = tl.load(tile_expert + tl.program_id(1))
+    if tl.load(kind_of + expert) == kind:
+        place = tl.load(tile_start + tl.program_id(1)) + tl.arange(0, BS)
+        here = place < tl.load(tile_end + tl.program_id(1))
+        pair = tl.load(order + place, mask=here, other=0)
+        s = (pair // top_k).to(tl.int64)
+        o = tl.program_id(0) * BO + tl.arange(0, BO)
+        live = o < inner
+        gate = _tile(addresses, expert, 0, lattice, o, live, hidden, g_bytes, g_groups, x, x_stride, g_digits, g_plane,
+                     g_half, g_length, g_xs, s, here, G_FORMAT, G_GROUP, G_PADDED, PLANES, BO, BS)  # fmt: skip
+        up = _tile(addresses, expert, 2, lattice, o, live, hidden, u_bytes, u_groups, x, x_stride, u_digits, u_plane,
+                   u_half, u_length, u_xs, s, here, U_FORMAT, U_GROUP, U_PADDED, PLANES, BO, BS)  # fmt: skip
+        at = out + pair.to(tl.int64)[None, :] * inner + o[:, None]
+        tl.store(at, silu(gate) * up, mask=here[None, :] & live[:, None])
+
+
+@triton.jit
+def _outer_many(tile_expert, tile_start, tile_end, order, kind_of, addresses, lattice, kind, hidden, inner, x,
+                digits, plane, half, length, xs, sums, tops, bytes_, groups, out,
+                PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
+                FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """down of up to BS pairs of one expert, each to its own row."""
+    expert = tl.load(tile_expert + tl.program_id(1))
+    if tl.load(kind_of + expert) == kind:
+        place = tl.load(tile_start + tl.program_id(1)) + tl.arange(0, BS)
+        here = place < tl.load(tile_end + tl.program_id(1))
+        pair = tl.load(order + place, mask=here, other=0).to(tl.int64)
+        o = tl.program_id(0) * BO + tl.arange(0, BO)
+        live = o < hidden
+        y = _tile(addresses, expert, 4, lattice, o, live, inner, bytes_, groups, x, inner, digits, plane, half, length,
+                  xs, pair, here, FORMAT, GROUP, PADDED, PLANES, BO, BS)  # fmt: skip
+        tl.store(out + pair[None, :] * hidden + o[:, None], y, mask=here[None, :] & live[:, None])
+
+
+def _tiles(ids: Tensor, experts: int, size: int) -> tuple[Tensor, ...]:
+    """Pairs sorted by expert, cut into tiles of `size`: expert, start and end of each tile, and the pairs' order.
+
+    The number of tiles does not depend on the choice: those that are not needed are empty.
+    """
+    import torch
+
+    flat = ids.reshape(-1).to(torch.int64)
+    order = torch.argsort(flat, stable=True).to(torch.int32)
+    counts = torch.bincount(flat, minlength=experts)
+    ends = torch.cumsum(counts, 0)
+    tile_ends = torch.cumsum((counts + size - 1) // size, 0)
+    total = min(ceil_div(flat.numel(), size) + experts, flat.numel())
+    number = torch.arange(total, device=ids.device)
+    expert = torch.searchsorted(tile_ends, number, right=True).clamp_(max=experts - 1)
+    first_tile = tile_ends[expert] - (counts[expert] + size - 1) // size
+    start = ends[expert] - counts[expert] + (number - first_tile) * size
+    end = torch.minimum(ends[expert], start + size)
+    return tuple(t.to(torch.int32) for t in (expert, start, end)) + (order,)
+
+
+def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, weights: Tensor,
+          out: Tensor, arrived: Tensor | None, *, summed: bool) -> None:  # fmt: skip
+    """Tiles of rows for the experts of one kind; results go to `out` `[rows, top_k, hidden]`."""
+    import torch
+
+    count, top_k = ids.shape
+    inner, hidden = kind.gate.rows, kind.gate.cols
+    planes = {"fast": 1, "standard": 2, "exact": 3}[rows.precision]
+    experts = table.kind_of.shape[0]
+    floats = None in (kind.gate.needs(rows.precision), kind.up.needs(rows.precision), kind.down.needs(rows.precision))
+    size = 8 if floats else 16 if count * top_k < 32 * experts else 64
+    block = 16 if floats and not interpret.active() else 64
+    tiles = _tiles(ids, experts, size)
+    g, u = rows.of(kind.gate), rows.of(kind.up)
+    wanted = kind.down.needs(rows.precision)
+    h = torch.empty((count * top_k, inner), dtype=torch.float32, device=x.device)
+    grid_table = lattice(str(x.device))
+    common = {"PLANES": planes, "BO": block, "BS": size, "num_warps": 4, **EXACT}
+    shape = ("FORMAT", "GROUP", "PADDED")
+    g_constants, u_constants = (
+        {p + n: _constants(m, r, p)[p + n] for n in shape} for m, r, p in ((kind.gate, g, "G_"), (kind.up, u, "U_"))
+    )
+    _inner_many[(triton.cdiv(inner, block), tiles[0].shape[0])](
+        *tiles, top_k, table.kind_of, table.addresses, grid_table, number, inner, hidden, x, x.stride(0),
+        *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
+        *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants, **u_constants, **common,
+    )  # fmt: skip
+    d = None if wanted is None else prepare(h, wanted)
+    d_constants = _constants(kind.down, d, "")
+    _outer_many[(triton.cdiv(hidden, block), tiles[0].shape[0])](
+        *tiles, table.kind_of, table.addresses, grid_table, number, hidden, inner, h, *_parts(d, x),
+        kind.down.row_bytes, 0 if d is None else d.groups, out, **{n: d_constants[n] for n in shape}, **common,
+    )  # fmt: skip

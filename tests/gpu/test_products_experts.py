@@ -1,0 +1,138 @@
+"""The experts of a layer on a device equal the CPU's operation, bit for bit: kinds mixed in a layer, few and many rows.
+
+Without a GPU the kernels are interpreted: TRITON_INTERPRET=1 is set before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="GPU kernels need torch")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="GPU kernels need triton")
+
+from picaflor import _native, formats  # noqa: E402
+from picaflor.backends.api import ExpertLayout, MatrixLayout  # noqa: E402
+from picaflor.backends.cpu import kernels  # noqa: E402
+from picaflor.backends.cpu.memory import allocate  # noqa: E402
+from picaflor.backends.cuda import experts as device_experts  # noqa: E402
+from picaflor.backends.cuda import interpret  # noqa: E402
+from picaflor.formats.base import F32  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, INNER, EXPERTS, TOP_K = 128, 96, 5, 3
+Kind = tuple[tuple[str, int], tuple[str, int], tuple[str, int]]
+G64, G16, I8 = ("int4-grouped", 64), ("int4-grouped", 16), ("int8-row", 0)
+LAYERS: dict[str, list[Kind]] = {
+    "g64": [(G64, G64, ("int4-grouped", 32))] * EXPERTS,
+    "row": [(("int4-row", 0), ("int4-row", 0), ("int4-row", 0))] * EXPERTS,
+    "e8": [(("e8-iq3-lattice", 0),) * 3] * EXPERTS,
+    "mixed": [
+        (G64, G16, G64),
+        (("int3-g64", 0), I8, ("mxfp4", 0)),
+        (("bf16", 0), ("fp8-e4m3-b128", 0), ("int2-row", 0)),
+        (G64, G16, G64),
+        (I8, ("int2-row", 0), ("f16", 0)),
+    ],
+}
+
+if interpret.active():
+    interpret.round_once()
+
+
+def make_expert(seed: int, kind: Kind) -> tuple[ExpertLayout, Any]:
+    """gate and up `[INNER, HIDDEN]`, down `[HIDDEN, INNER]` in one slot; planes at multiples of 16."""
+    parts, matrices, at = [], [], 0
+    for index, (name, group) in enumerate(kind):
+        rows, cols = (HIDDEN, INNER) if index == 2 else (INNER, HIDDEN)
+        form = formats.REGISTRY[name]
+        rng = np.random.default_rng([seed, index])
+        planes = form.sample(rng, rows, cols, group)
+        if name in ("bf16", "f16"):
+            assert form.encode is not None
+            planes = form.encode(rng.standard_normal((rows, cols)).astype(np.float32), group)
+        if name == "fp8-e4m3-b128":
+            planes = (planes[0] & 0xBF, *planes[1:])
+        offsets = []
+        for plane in planes:
+            raw = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
+            offsets.append(at)
+            parts.append((at, raw))
+            at = -(-(at + raw.nbytes) // 16) * 16
+        matrices.append(MatrixLayout(name, rows, cols, group, tuple(offsets)))
+    slot = allocate(at)
+    slot[:] = 0xA5
+    for start, raw in parts:
+        slot[start : start + raw.nbytes] = raw
+    return ExpertLayout(*matrices, at), slot
+
+
+def on_the_cpu(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32, planes: int) -> F32:
+    """The native operation."""
+    ffn = _native.ExpertFfn(_native.Pool(1), "auto", planes, HIDDEN, INNER, len(x), TOP_K)
+    layer = ffn.add_layer(
+        [
+            [
+                (kernels.FORMAT_NUMBERS[m.format], m.rows, m.cols, m.group_size, m.offsets)
+                for m in (e.gate, e.up, e.down)
+            ]
+            for e, _ in made
+        ]
+    )
+    wanted = ffn.begin(layer, x.ctypes.data, x.strides[0] // 4, ids.ctypes.data, len(x))
+    ffn.run(wanted, np.array([made[e][1].ctypes.data for e in wanted], np.uint64))
+    out = np.empty((len(x), HIDDEN), np.float32)
+    ffn.finish(weights.ctypes.data, out.ctypes.data, HIDDEN)
+    return out
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("count", [1, 3, 13])
+def test_experts_equal_the_cpu(layer: str, count: int) -> None:
+    """Summed where one kind is in the layer, pair by pair where there are more; with and without the counters."""
+    made = [make_expert(number, kind) for number, kind in enumerate(LAYERS[layer])]
+    slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
+    layouts = [layout for layout, _ in made]
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
+    ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(count)]).astype(np.int32)
+    weights = rng.random((count, TOP_K), np.float32)
+    expected = on_the_cpu(made, x, ids, weights, 2)
+    table = device_experts.table_for(layouts, [slot.data_ptr() for slot in slots], DEVICE)
+    arrived = torch.zeros(count * TOP_K * INNER, dtype=torch.int32, device=DEVICE)
+    arguments = [torch.from_numpy(a).to(DEVICE) for a in (x, ids, weights)]
+    for counters in (arrived, None):
+        out = torch.full((count, HIDDEN), float("nan"), device=DEVICE)
+        device_experts.expert_ffn(*arguments, table, out, "standard", arrived=counters)
+        assert (out.cpu().numpy() == expected).all()
+    assert not arrived.any()
+
+
+def test_missing_experts_are_left_to_others() -> None:
+    """With `pairs` only experts that are on the device write; combine then adds in routing order."""
+    made = [make_expert(number, kind) for number, kind in enumerate(LAYERS["g64"])]
+    slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
+    layouts = [layout for layout, _ in made]
+    rng = np.random.default_rng(12)
+    x = torch.from_numpy(rng.standard_normal((2, HIDDEN)).astype(np.float32)).to(DEVICE)
+    ids = torch.tensor([[0, 3, 1], [4, 2, 0]], dtype=torch.int32, device=DEVICE)
+    weights = torch.from_numpy(rng.random((2, TOP_K), np.float32)).to(DEVICE)
+    here = [slot.data_ptr() if number % 2 == 0 else 0 for number, slot in enumerate(slots)]
+    whole = torch.empty((2, HIDDEN), device=DEVICE)
+    everything = device_experts.table_for(layouts, [slot.data_ptr() for slot in slots], DEVICE)
+    device_experts.expert_ffn(x, ids, weights, everything, whole, "standard")
+    pairs = torch.full((2, TOP_K, HIDDEN), float("nan"), device=DEVICE)
+    out = torch.full((2, HIDDEN), 7.0, device=DEVICE)
+    part = device_experts.table_for(layouts, here, DEVICE)
+    device_experts.expert_ffn(x, ids, weights, part, out, "standard", pairs=pairs)
+    assert (out == 7).all()
+    assert torch.isnan(pairs).all(dim=2).cpu().tolist() == [[False, True, True], [False, False, False]]
+    others = torch.full((2, TOP_K, HIDDEN), float("nan"), device=DEVICE)
+    device_experts.expert_ffn(x, ids, weights, everything, out, "standard", pairs=others)
+    device_experts.combine(torch.where(torch.isnan(pairs), others, pairs), weights, out)
+    assert (out == whole).all()
