@@ -14,10 +14,12 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "io/read_at.h"
 #include "io/read_pool.h"
+#include "io/uring.h"
 
 using picaflor::ReadPool;
 using picaflor::ReadResult;
@@ -191,7 +193,7 @@ void test_errors() {
   ::close(folder);
   // A disk error in the middle of the second run, after a signal and a partial read.
   int calls = 0;
-  ReadPool faulty(1, [&](int fd, void* to, std::size_t n, std::int64_t offset) -> std::int64_t {
+  ReadPool faulty({.depth = 1}, [&](int fd, void* to, std::size_t n, std::int64_t offset) -> std::int64_t {
     ++calls;
     if (calls == 2) return -EINTR;
     if (calls == 4) return -EIO;
@@ -229,7 +231,7 @@ void test_demand_first() {
   const File file(1000);
   Gate gate;
   std::vector<unsigned char> memory(1000);
-  ReadPool pool(1, through(gate));
+  ReadPool pool({.depth = 1}, through(gate));
   const std::uint64_t running = submit_one(pool, {{file.fd, 0, 1, memory.data()}}, false);
   gate.wait_inside(1);
   std::vector<std::uint64_t> tickets{running};
@@ -251,7 +253,7 @@ void test_cancel() {
   const File file(1000);
   Gate gate;
   std::vector<unsigned char> memory(1000, 0xEE);
-  ReadPool pool(1, through(gate));
+  ReadPool pool({.depth = 1}, through(gate));
   const std::uint64_t running = submit_one(pool, {{file.fd, 0, 1, memory.data()}});
   gate.wait_inside(1);
   const std::uint64_t waiting = submit_one(pool, {{file.fd, 1, 1, memory.data() + 1}});
@@ -271,7 +273,7 @@ void test_wait_times_out_and_shares() {
   const File file(1000);
   Gate gate;
   std::vector<unsigned char> memory(1000);
-  ReadPool pool(1, through(gate));
+  ReadPool pool({.depth = 1}, through(gate));
   const std::vector<std::uint64_t> ticket{submit_one(pool, {{file.fd, 0, 1, memory.data()}})};
   CHECK(pool.wait_any(ticket, 0).empty());
   CHECK(pool.wait_any(ticket, 0.01).empty());
@@ -295,7 +297,7 @@ void test_close() {
   const File file(1000);
   Gate gate;
   std::vector<unsigned char> memory(1000, 0xEE);
-  ReadPool pool(1, through(gate));
+  ReadPool pool({.depth = 1}, through(gate));
   const std::uint64_t running = submit_one(pool, {{file.fd, 0, 1, memory.data()}});
   gate.wait_inside(1);
   const std::uint64_t waiting = submit_one(pool, {{file.fd, 1, 1, memory.data() + 1}});
@@ -323,7 +325,7 @@ void test_fork() {
   const File file(1000);
   Gate gate;
   std::vector<unsigned char> memory(1000, 0xEE);
-  ReadPool pool(2, through(gate));
+  ReadPool pool({.depth = 2}, through(gate));
   const std::uint64_t ticket = submit_one(pool, {{file.fd, 0, 1, memory.data()}});
   gate.wait_inside(1);
   std::fflush(stdout);
@@ -345,6 +347,148 @@ void test_fork() {
   CHECK(memory[0] == expected_byte(0));
 }
 
+// Memory that starts at a multiple of 4096.
+struct Blocks {
+  unsigned char* data;
+  explicit Blocks(std::size_t nbytes)
+      : data(static_cast<unsigned char*>(std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096))) {
+    std::memset(data, 0xEE, nbytes);
+  }
+  ~Blocks() { std::free(data); }
+};
+
+bool right(const unsigned char* memory, std::size_t offset, std::size_t nbytes) {
+  for (std::size_t i = 0; i < nbytes; ++i) {
+    if (memory[i] != expected_byte(offset + i)) return false;
+  }
+  return true;
+}
+
+// What a file opened for direct reads does: it refuses all but whole blocks.
+std::int64_t block_read(int fd, void* to, std::size_t nbytes, std::int64_t offset, std::int64_t block) {
+  const auto size = static_cast<std::size_t>(block);
+  if (offset % block != 0 || nbytes % size != 0 || reinterpret_cast<std::uintptr_t>(to) % size != 0) return -EINVAL;
+  return picaflor::read_at(fd, to, nbytes, offset);
+}
+
+void test_aligned() {
+  constexpr std::size_t kSize = 100000;  // no multiple of a block
+  const File file(kSize);
+  for (const std::int64_t block : {512, 4096}) {
+    ReadPool pool({.depth = 2, .piece_bytes = 8192},
+                  [&](int fd, void* to, std::size_t n, std::int64_t at) { return block_read(fd, to, n, at, block); });
+    for (const auto& [offset, nbytes] : std::vector<std::pair<std::int64_t, std::int64_t>>{
+             {0, 4096}, {1, 1}, {4095, 2}, {777, 50000}, {8192, 8192}, {99999, 1}, {60001, 39999}, {5, 0}}) {
+      const Blocks memory(kSize + 8192);
+      unsigned char* to = memory.data + offset % 4096;
+      const std::uint64_t ticket = submit_one(pool, {{file.fd, offset, nbytes, to, block}});
+      const ReadResult result = wait_one(pool, ticket);
+      CHECK(result.status == ReadStatus::kOk && result.nbytes == nbytes && result.spares == 0);
+      CHECK(right(to, static_cast<std::size_t>(offset), static_cast<std::size_t>(nbytes)));
+    }
+    const Blocks memory(16384);
+    const ReadResult beyond =
+        wait_one(pool, submit_one(pool, {{file.fd, 99000, 3000, memory.data + 99000 % 4096, block}}));
+    CHECK(beyond.status == ReadStatus::kShort && beyond.found == 1000 && beyond.nbytes == 1000);
+    CHECK(refuses([&] { submit_one(pool, {{file.fd, 1, 8, memory.data, block}}); }));
+    CHECK(refuses([&] { submit_one(pool, {{file.fd, 0, 8, memory.data, 768}}); }));
+    CHECK(refuses([&] { submit_one(pool, {{file.fd, 0, 8, memory.data, 8192}}); }));
+    CHECK(refuses([&] { submit_one(pool, {{file.fd, 0, 8, memory.data, -512}}); }));
+  }
+}
+
+void test_pieces_side_by_side() {
+  constexpr std::size_t kSize = 1 << 18;
+  const File file(kSize);
+  Gate gate;
+  ReadPool pool({.depth = 4, .piece_bytes = 1 << 16}, through(gate));
+  std::vector<unsigned char> memory(kSize);
+  const std::uint64_t ticket = submit_one(pool, {{file.fd, 100, kSize - 100, memory.data()}});
+  gate.wait_inside(4);  // the four pieces of one run are under way together
+  const std::vector<std::uint64_t> tickets{ticket};
+  CHECK(pool.wait_any(tickets, 0).empty());
+  gate.release();
+  const ReadResult result = wait_one(pool, ticket);
+  CHECK(result.status == ReadStatus::kOk && result.nbytes == kSize - 100);
+  CHECK(holds(memory, 0, 100, kSize - 100));
+  CHECK(pool.stats().reads == 4 && pool.stats().jobs == 1);
+}
+
+void test_failed_piece_ends_the_job() {
+  const File file(1 << 18);
+  std::atomic<int> calls = 0;
+  ReadPool pool({.depth = 1, .piece_bytes = 1 << 16}, [&](int fd, void* to, std::size_t n, std::int64_t at) {
+    return ++calls == 2 ? std::int64_t{-EIO} : picaflor::read_at(fd, to, n, at);
+  });
+  std::vector<unsigned char> memory(1 << 18);
+  const ReadResult result =
+      wait_one(pool, submit_one(pool, {{file.fd, 0, 1 << 18, memory.data()}, {file.fd, 0, 8, memory.data()}}));
+  CHECK(result.status == ReadStatus::kError && result.error == EIO && result.run == 0 && result.found == 1 << 16);
+  CHECK(calls == 2);  // nothing more is begun
+}
+
+void test_spare() {
+  const File file(50000);
+  const File cut(30000);
+  const Blocks memory(65536);
+  const std::vector<ReadRun> refused{{cut.fd, 10, 40000, memory.data + 10, 512, file.fd}};
+  ReadPool refusing({.depth = 2, .piece_bytes = 16384}, [&](int fd, void* to, std::size_t n, std::int64_t at) {
+    return fd == cut.fd ? std::int64_t{-EINVAL} : picaflor::read_at(fd, to, n, at);
+  });
+  ReadResult result = wait_one(refusing, submit_one(refusing, refused));
+  CHECK(result.status == ReadStatus::kOk && result.nbytes == 40000 && right(memory.data + 10, 10, 40000));
+  CHECK(result.spares == 3 && result.spare_run == 0 && result.spare_error == EINVAL);
+  // A disk error of the only copy is told, not tried again; that of a copy leads to the other one.
+  ReadPool broken({.depth = 1}, [&](int fd, void* to, std::size_t n, std::int64_t at) {
+    return fd == cut.fd ? std::int64_t{-EIO} : picaflor::read_at(fd, to, n, at);
+  });
+  std::vector<ReadRun> runs{{cut.fd, 100, 500, memory.data, 0, file.fd}};
+  result = wait_one(broken, submit_one(broken, runs));
+  CHECK(result.status == ReadStatus::kError && result.error == EIO && result.spares == 0);
+  runs[0].spare_use = picaflor::SpareUse::kFailed;
+  result = wait_one(broken, submit_one(broken, runs));
+  CHECK(result.status == ReadStatus::kOk && result.spares == 1 && result.spare_run == 0 && result.spare_error == EIO);
+  CHECK(right(memory.data, 100, 500));
+  CHECK(broken.stats().spares == 1);
+  // The copy is shorter: what it gave is read again from the other one.
+  ReadPool plain({.depth = 1, .piece_bytes = 8192}, picaflor::read_at);
+  runs = {{cut.fd, 100, 20000, memory.data, 0, file.fd, picaflor::SpareUse::kFailed},
+          {cut.fd, 25000, 20000, memory.data + 20000, 0, file.fd, picaflor::SpareUse::kFailed}};
+  result = wait_one(plain, submit_one(plain, runs));
+  CHECK(result.status == ReadStatus::kOk && result.nbytes == 40000 && result.spare_run == 1 && result.spare_error == 0);
+  CHECK(right(memory.data, 100, 20000) && right(memory.data + 20000, 25000, 20000));
+}
+
+void test_uring() {
+  if (picaflor::uring_error() != 0) {
+    std::printf("io: skipped the ring: the system refuses it: %s\n", std::strerror(picaflor::uring_error()));
+    return;
+  }
+  const File file(1 << 20);
+  std::vector<unsigned char> memory(1 << 20);
+  ReadPool pool({.engine = picaflor::ReadEngine::kUring, .depth = 3, .piece_bytes = 1 << 14});
+  std::vector<ReadRun> runs;
+  std::vector<std::int64_t> bounds{0};
+  for (std::int64_t j = 0; j < 64; ++j) {
+    runs.push_back({file.fd, j << 14, 1 << 14, memory.data() + (j << 14)});
+    bounds.push_back(j + 1);
+  }
+  const std::uint64_t first = pool.submit(runs, bounds, true);
+  for (std::uint64_t j = 0; j < 64; ++j) CHECK(wait_one(pool, first + j).nbytes == 1 << 14);
+  CHECK(holds(memory, 0, 0, 1 << 20));
+  CHECK(pool.stats().jobs == 64 && pool.stats().nbytes == 1 << 20);
+  const ReadResult beyond = wait_one(pool, submit_one(pool, {{file.fd, (1 << 20) - 40000, 50000, memory.data()}}));
+  CHECK(beyond.status == ReadStatus::kShort && beyond.found == 40000);
+  const ReadResult closed = wait_one(pool, submit_one(pool, {{1 << 20, 0, 8, memory.data()}}));
+  CHECK(closed.status == ReadStatus::kError && closed.error == EBADF);
+  CHECK(wait_one(pool, submit_one(pool, {})).nbytes == 0);
+  const std::uint64_t last = submit_one(pool, {{file.fd, 3, 1 << 19, memory.data()}}, false);
+  pool.close();
+  const ReadResult ended = wait_one(pool, last);
+  CHECK(ended.status == ReadStatus::kOk || ended.status == ReadStatus::kCancelled);
+  CHECK(ended.status != ReadStatus::kOk || holds(memory, 0, 3, 1 << 19));
+}
+
 }  // namespace
 
 int main() {
@@ -358,6 +502,11 @@ int main() {
   test_wait_times_out_and_shares();
   test_close();
   test_fork();
+  test_aligned();
+  test_pieces_side_by_side();
+  test_failed_piece_ends_the_job();
+  test_spare();
+  test_uring();
   std::printf(failures == 0 ? "io: all good\n" : "io: %d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }

@@ -109,6 +109,9 @@ class Outcome:
     run: int = 0
     found: int = 0
     nbytes: int = 0
+    spares: int = 0
+    spare_run: int = -1
+    spare_error: int = 0
     seconds: float = 0.25
 
 
@@ -142,11 +145,14 @@ class FakePool:
         first = self.next
         for j, base in enumerate(bases.tolist()):
             rows = runs[bounds[j] : bounds[j + 1]].tolist()
-            job = [(fd, offset, nbytes, base + place) for fd, offset, nbytes, place in rows]
+            job = [(fd, offset, nbytes, base + place) for fd, offset, nbytes, place, *_ in rows]
             for other in self.jobs.values():
                 assert not {run[3] for run in job} & {run[3] for run in other}, "two reads into one slot"
-            for _, _, nbytes, address in job:
-                ctypes.memset(address, 0xA5, nbytes)
+            for (_, offset, nbytes, address), (*_, block, _, _) in zip(job, rows, strict=True):
+                head = offset % block if block else 0
+                tail = -(offset + nbytes) % block if block else 0
+                assert not block or (address - offset) % block == 0
+                ctypes.memset(address - head, 0xA5, head + nbytes + tail)
             self.jobs[self.next] = job
             self.demand[self.next] = demand
             self.next += 1

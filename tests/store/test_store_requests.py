@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from store_harness import FakePool, Model, Outcome, Status, ids, make_model, wrong_planes
 
 from picaflor.errors import ReadFailed
+from picaflor.store.sources import Place
 from picaflor.store.store import ExpertStore, Lease, PinnedLease
 from picaflor.store.types import ExpertKey
 
@@ -364,7 +365,7 @@ def test_file_that_cannot_be_opened_takes_no_slot(model: Model) -> None:
         run(store, model, 3, 2, 1)
     assert pool.jobs == {}
     assert store._residency.free_slots("layer 3") == 2
-    assert store._reader._descriptors._users == {0: 0}
+    assert store._reader._sources._descriptors._users == {Place(0, 0, False): 0}
     assert idle(store)
     run(store, model, 3, 0, 2, 4)
 
@@ -454,7 +455,7 @@ def test_descriptors_are_bounded_and_given_back(tmp_path: Path) -> None:
     model = make_model(tmp_path, experts=8, shards=8, max_open_files=1)
     before = len(os.listdir("/proc/self/fd"))
     with model.container, ExpertStore(model.files(), slots=2, working_slots=6, read_threads=2) as store:
-        store._reader._descriptors._idle_limit = 2
+        store._reader._sources._descriptors._idle_limit = 2
         for layer in (3, 4, 3):
             run(store, model, layer, *range(8))
         assert len(os.listdir("/proc/self/fd")) <= before + 3

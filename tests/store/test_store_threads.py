@@ -88,7 +88,9 @@ def test_read_pool_from_python(tmp_path: Path) -> None:
     with path.open("rb") as file:
         fd = file.fileno()
         pool = ReadPool(2)
-        runs = np.array([[fd, 100, 10, 3], [fd, 500, 4, 20], [fd, 1990, 20, 40], [1 << 20, 0, 1, 0]], dtype=np.int64)
+        rest = [0, -1, 0]
+        places = [[fd, 100, 10, 3], [fd, 500, 4, 20], [fd, 1990, 20, 40], [1 << 20, 0, 1, 0]]
+        runs = np.array([place + rest for place in places], dtype=np.int64)
         bounds = np.array([0, 2, 3, 4], dtype=np.int64)
         bases = np.array([base, base + 1, base], dtype=np.uint64)
         first = pool.submit(runs, bounds, bases, demand=True)
@@ -106,9 +108,9 @@ def test_read_pool_from_python(tmp_path: Path) -> None:
         pool.forget(first)
         assert [result.ticket for result in pool.wait_any(tickets, 0)] == [first + 1, first + 2]
         assert not pool.cancel(first + 1)
-        for bad in ([[fd, -1, 1, 0]], [[fd, 0, -1, 0]], [[-1, 0, 1, 0]], [[1 << 40, 0, 1, 0]], [[fd, 0, 1, -1]]):
+        for bad in ([fd, -1, 1, 0], [fd, 0, -1, 0], [-1, 0, 1, 0], [1 << 40, 0, 1, 0], [fd, 0, 1, -1]):
             with pytest.raises(ValueError, match=r"read|descriptor|slot"):
-                pool.submit(np.array(bad), np.array([0, 1]), bases[:1], demand=True)
+                pool.submit(np.array([bad + rest]), np.array([0, 1]), bases[:1], demand=True)
         for bad_bounds in ([0, 2], [0, -1], [1, 1], [0], [0, 1, 1]):
             with pytest.raises(ValueError, match="bound"):
                 pool.submit(runs[:1], np.array(bad_bounds), bases[:1], demand=True)

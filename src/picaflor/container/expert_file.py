@@ -6,6 +6,7 @@ file is never assumed: spans are sorted by offset.
 
 from __future__ import annotations
 
+from collections.abc import Container as Members
 from dataclasses import dataclass
 
 from picaflor.container.types import Expert, Span
@@ -13,18 +14,25 @@ from picaflor.container.types import Expert, Span
 RUN_ALIGN_BYTES = 64
 SCALE_ALIGN_BYTES = 4
 MAX_GAP_BYTES = 4096
+BLOCK_BYTES = 4096
+"""Runs that are read in whole blocks keep their place modulo this; no file system that we read so wants more."""
 
 Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRun:
-    """One contiguous read: `nbytes` from `offset` of a shard, to `slot_offset` in the slot (all in bytes)."""
+    """One contiguous read: `nbytes` from `offset` of a shard, to `slot_offset` in the slot (all in bytes).
+
+    `blocks`: offset and slot offset leave the same rest modulo BLOCK_BYTES, and the slot has room for the whole blocks
+    around the run.
+    """
 
     shard: int
     offset: int
     nbytes: int
     slot_offset: int
+    blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +63,16 @@ class _Run:
     planes: list[tuple[Span, int, int]]
 
 
-def plan_reads(expert: Expert, *, max_gap: int = MAX_GAP_BYTES) -> ExpertReads:
+def plan_reads(expert: Expert, *, max_gap: int = MAX_GAP_BYTES, blocks: Members[int] = ()) -> ExpertReads:
     """The fewest runs that hold all planes of `expert`: spans that touch or lie at most `max_gap` bytes apart merge.
 
     A run starts at a multiple of 64 bytes in the slot. A scale plane (any but a matrix's first) always starts at a
     multiple of 4 there, and so does a first plane that does so in the file: where a merged run would break that, the
     plane starts a run of its own.
+
+    Runs of the shards in `blocks` are placed so that whole blocks of the file can be read into a slot that starts at a
+    multiple of BLOCK_BYTES and whose size is rounded up to one; a run with a scale plane off a multiple of 4 in the
+    file stays as it is.
     """
     planes = [
         (span, matrix, plane)
@@ -77,7 +89,7 @@ def plan_reads(expert: Expert, *, max_gap: int = MAX_GAP_BYTES) -> ExpertReads:
             run.planes.append(entry)
         else:
             built.append(_Run(span.shard, span.offset, span.offset + span.nbytes, [entry]))
-    return _place(built, [len(weight.spans) for weight in expert.matrices])
+    return _place(built, [len(weight.spans) for weight in expert.matrices], blocks)
 
 
 def _joins(run: _Run, span: Span, plane: int, max_gap: int) -> bool:
@@ -88,15 +100,26 @@ def _joins(run: _Run, span: Span, plane: int, max_gap: int) -> bool:
     return free or (span.offset - run.offset) % SCALE_ALIGN_BYTES == 0
 
 
-def _place(built: list[_Run], plane_counts: list[int]) -> ExpertReads:
+def _place(built: list[_Run], plane_counts: list[int], blocks: Members[int]) -> ExpertReads:
     """Give every run its place in the slot, in file order."""
     offsets = [[0] * count for count in plane_counts]
     runs: list[ReadRun] = []
-    place = 0
+    place = end = 0
     for run in built:
-        runs.append(ReadRun(run.shard, run.offset, run.end - run.offset, place))
+        whole = run.shard in blocks and all(
+            plane == 0 or span.offset % SCALE_ALIGN_BYTES == 0 for span, _, plane in run.planes
+        )
+        if whole:
+            place = _round_up(place, BLOCK_BYTES) + run.offset % BLOCK_BYTES
+        nbytes = run.end - run.offset
+        runs.append(ReadRun(run.shard, run.offset, nbytes, place, whole))
         for span, matrix, plane in run.planes:
             offsets[matrix][plane] = place + span.offset - run.offset
-        place = -(-(place + run.end - run.offset) // RUN_ALIGN_BYTES) * RUN_ALIGN_BYTES
+        end = _round_up(place + nbytes, RUN_ALIGN_BYTES)
+        place = _round_up(end, BLOCK_BYTES) if whole else end
     gate, up, down = (tuple(row) for row in offsets)
-    return ExpertReads(tuple(runs), (gate, up, down), place)
+    return ExpertReads(tuple(runs), (gate, up, down), end)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -5,38 +5,27 @@ Knows containers and the native read pool; must not know slots' owners, residenc
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container as Members
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import ExpertLayout, MatrixLayout
-from picaflor.container.expert_file import ExpertReads, Offsets, ReadRun, plan_reads
+from picaflor.container.expert_file import BLOCK_BYTES, ExpertReads, Offsets, ReadRun, plan_reads
 from picaflor.container.strict_json import show, show_path
-from picaflor.container.types import Expert, Matrix, Shard
+from picaflor.container.types import Expert, Matrix
 from picaflor.errors import ReadFailed
+from picaflor.store.arena import SLACK_BYTES
+from picaflor.store.files import ShardFiles
+from picaflor.store.sources import IDLE_DESCRIPTORS, Route, Sources
 from picaflor.store.types import ExpertKey
 
-IDLE_DESCRIPTORS = 32
-"""Descriptors kept open beyond those in use: a dup per shard is cheap, and other parts need descriptors too."""
-
-
-class ShardFiles(Protocol):
-    """What the reader needs of a container."""
-
-    @property
-    def shards(self) -> Sequence[Shard]:
-        """The shards, by index."""
-        ...
-
-    def handle(self, shard: int) -> AbstractContextManager[int]:
-        """The shard's descriptor, open while the context lasts. Raises ReadFailed."""
-        ...
+RUN_WORDS = 7
+"""Numbers per run that a pool takes."""
 
 
 class ReadOutcome(Protocol):
@@ -48,6 +37,9 @@ class ReadOutcome(Protocol):
     run: int
     found: int
     nbytes: int
+    spares: int
+    spare_run: int
+    spare_error: int
     seconds: float
 
 
@@ -57,7 +49,8 @@ class Pool(Protocol):
     def submit(
         self, runs: NDArray[np.int64], bounds: NDArray[np.int64], bases: NDArray[np.uint64], *, demand: bool
     ) -> int:
-        """Runs `[n, 4]`: descriptor, file offset, bytes, offset in the slot. Returns the first job's ticket."""
+        """Runs `[n, 7]`: descriptor, file offset, bytes, offset in the slot, block size (0: any offset), spare
+        descriptor (-1: none), whether any failure leads there (else a refusal). Returns the first job's ticket."""
         ...
 
     def wait_any(self, tickets: NDArray[np.uint64], seconds: float) -> Sequence[ReadOutcome]:
@@ -85,21 +78,40 @@ class Pool(Protocol):
         ...
 
 
-def native_pool(threads: int) -> Pool:
-    """A pool of `threads` native read threads; they start with the first read."""
-    from picaflor._native import ReadPool
+READ_ENGINES = ("auto", "threads", "io_uring")
+PIECE_BYTES = 1 << 20
+"""Runs are read in pieces of this size, side by side: an expert is complete early while the disk has enough to do."""
 
-    pool: Pool = ReadPool(threads)
+
+def native_pool(depth: int, *, engine: str = "threads", notice: Callable[[str], None] | None = None) -> Pool:
+    """A pool that keeps `depth` reads under way, by threads or by an io_uring; it starts with the first read.
+
+    A system that refuses io_uring gets threads, and `notice` a line.
+    """
+    from picaflor._native import ReadPool, uring_error
+
+    if engine not in READ_ENGINES:
+        raise ValueError(f"read engine {engine!r}; expected one of {', '.join(READ_ENGINES)}")
+    uring = False
+    if engine == "io_uring":
+        code = uring_error()
+        uring = code == 0
+        if code and notice is not None:
+            notice(f"--read-engine io_uring: the system refuses it ({os.strerror(code)}): reading with threads")
+    pool: Pool = ReadPool(depth, uring=uring, piece_bytes=PIECE_BYTES)
     return pool
 
 
 class ExpertFiles:
     """Where the routed experts of every MoE layer lie, and how big a slot each layer needs. Allocates no slot.
 
-    `experts` maps a layer to its experts in order of id. Raises ValueError if ids or layers do not match their places.
+    `experts` maps a layer to its experts in order of id. Slots have room for whole blocks of the shards in `blocks`.
+    Raises ValueError if ids or layers do not match their places.
     """
 
-    def __init__(self, container: ShardFiles, experts: Mapping[int, Sequence[Expert]]) -> None:
+    def __init__(
+        self, container: ShardFiles, experts: Mapping[int, Sequence[Expert]], *, blocks: Members[int] = ()
+    ) -> None:
         self.container = container
         self.layers = tuple(sorted(experts))
         self._experts = {layer: tuple(experts[layer]) for layer in self.layers}
@@ -108,7 +120,9 @@ class ExpertFiles:
                 if (expert.layer, expert.expert) != (layer, place):
                     found = f"expert {expert.expert} of layer {expert.layer}"
                     raise ValueError(f"{found} stands at place {place} of layer {layer}")
-        self._reads = {layer: [plan_reads(expert) for expert in self._experts[layer]] for layer in self.layers}
+        self._reads = {
+            layer: [plan_reads(expert, blocks=blocks) for expert in self._experts[layer]] for layer in self.layers
+        }
         self._layouts = {
             layer: [expert_layout(*pair) for pair in zip(self._experts[layer], self._reads[layer], strict=True)]
             for layer in self.layers
@@ -123,8 +137,20 @@ class ExpertFiles:
         return list(self._layouts[layer])
 
     def slot_nbytes(self, layer: int) -> int:
-        """Bytes of the layer's widest expert in its slot, slack not included."""
-        return max((reads.nbytes for reads in self._reads[layer]), default=0)
+        """Bytes of the layer's widest expert in its slot, slack not included.
+
+        With runs in whole blocks, slots of this size lie a multiple of BLOCK_BYTES apart.
+        """
+        widest = max((reads.nbytes for reads in self._reads[layer]), default=0)
+        if any(run.blocks for reads in self._reads[layer] for run in reads.runs):
+            return -(-(widest + SLACK_BYTES) // BLOCK_BYTES) * BLOCK_BYTES - SLACK_BYTES
+        return widest
+
+    def shards(self) -> list[int]:
+        """The shards that hold experts, ascending."""
+        return sorted(
+            {span.shard for members in self._experts.values() for e in members for m in e.matrices for span in m.spans}
+        )
 
     def reads(self, key: ExpertKey) -> ExpertReads:
         """The read plan of one expert."""
@@ -150,67 +176,6 @@ def expert_layout(expert: Expert, reads: ExpertReads) -> ExpertLayout:
     return ExpertLayout(gate, up, down, reads.nbytes)
 
 
-class Descriptors:
-    """Own duplicates of the container's descriptors, so that no job holds the container's bounded set of files.
-
-    At most `idle` unused ones stay open.
-    """
-
-    def __init__(self, container: ShardFiles, *, idle: int = IDLE_DESCRIPTORS) -> None:
-        self._container = container
-        self._idle_limit = idle
-        self._open: dict[int, int] = {}
-        self._users: dict[int, int] = {}
-        self._idle: dict[int, None] = {}  # shards without users, oldest first
-
-    def acquire(self, shard: int) -> int:
-        """A descriptor that stays open until it is released as often. Raises ReadFailed."""
-        if shard not in self._open:
-            self._open[shard] = self._duplicate(shard)
-        self._idle.pop(shard, None)
-        self._users[shard] = self._users.get(shard, 0) + 1
-        return self._open[shard]
-
-    def release(self, shard: int) -> None:
-        """One user less."""
-        self._users[shard] -= 1
-        if self._users[shard] == 0:
-            self._idle[shard] = None
-            if len(self._idle) > self._idle_limit:
-                self._close_oldest()
-
-    def size(self, shard: int) -> int:
-        """Bytes that an open file has now."""
-        return os.fstat(self._open[shard]).st_size
-
-    def close(self) -> None:
-        """Close all. No job may run."""
-        for handle in self._open.values():
-            os.close(handle)
-        self._open.clear()
-        self._users.clear()
-        self._idle.clear()
-
-    def _duplicate(self, shard: int) -> int:
-        """A new descriptor of the container's open file; idle ones make room if the system has no more."""
-        with self._container.handle(shard) as handle:
-            while True:
-                try:
-                    return os.dup(handle)
-                except OSError as error:
-                    if error.errno in (errno.EMFILE, errno.ENFILE) and self._idle:
-                        self._close_oldest()
-                        continue
-                    path = show_path(self._container.shards[shard].path)
-                    raise ReadFailed(f"{path}: no descriptor left to read it: {error.strerror}") from error
-
-    def _close_oldest(self) -> None:
-        """Close the descriptor that has been idle for longest."""
-        shard = next(iter(self._idle))
-        del self._idle[shard]
-        os.close(self._open.pop(shard))
-
-
 @dataclass(frozen=True, slots=True)
 class Finished:
     """One expert's read that came to its end. `seconds` is the time a thread spent on it."""
@@ -221,39 +186,66 @@ class Finished:
     error: ReadFailed | None
 
 
-class Reader:
-    """Reads experts into addresses. Not locked, but for `wait`, which may run beside everything else."""
+@dataclass(slots=True)
+class SpareCounts:
+    """Reads that did not go where they were meant to, by source (0: the model's files, refused past the cache)."""
 
-    def __init__(self, files: ExpertFiles, pool: Pool, *, idle_descriptors: int = IDLE_DESCRIPTORS) -> None:
+    reads: dict[int, int] = field(default_factory=dict)
+
+
+class Reader:
+    """Reads experts into addresses. Not locked, but for `wait`, which may run beside everything else.
+
+    `notice` gets one line for each source whose reads went elsewhere.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        pool: Pool,
+        *,
+        sources: Sources | None = None,
+        notice: Callable[[str], None] | None = None,
+        idle_descriptors: int = IDLE_DESCRIPTORS,
+    ) -> None:
         self._files = files
         self._pool = pool
-        self._descriptors = Descriptors(files.container, idle=idle_descriptors)
-        self._jobs: dict[int, ExpertKey] = {}
+        self._sources = Sources(files.container, idle=idle_descriptors) if sources is None else sources
+        self._notice = notice
+        self._jobs: dict[int, tuple[ExpertKey, list[Route]]] = {}
+        self.spared = SpareCounts()
+        self.read_bytes: list[int] = [0] * len(self._sources.files)
+        """Bytes read by source, 0 the model's own files."""
 
     def submit(self, wanted: Sequence[tuple[ExpertKey, int]], *, demand: bool = True) -> list[int]:
         """Start to read each expert into its address; one ticket per expert. Raises ReadFailed: nothing started."""
-        rows: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, ...]] = []
         bounds = [0]
-        held: list[int] = []
+        routes: list[list[Route]] = []
         try:
             for key, _ in wanted:
+                routes.append([])
                 for run in self._files.reads(key).runs:
-                    handle = self._descriptors.acquire(run.shard)
-                    held.append(run.shard)
-                    rows.append((handle, run.offset, run.nbytes, run.slot_offset))
+                    route, missed = self._sources.route(key, run)
+                    routes[-1].append(route)
+                    if missed is not None:
+                        self._tell_missed(key, run, missed)
+                    place = (run.offset, run.nbytes, run.slot_offset)
+                    rows.append((route.handle, *place, route.block, route.spare, route.spare_any))
                 bounds.append(len(rows))
             first = self._pool.submit(
-                np.array(rows, dtype=np.int64).reshape(len(rows), 4),
+                np.array(rows, dtype=np.int64).reshape(len(rows), RUN_WORDS),
                 np.array(bounds, dtype=np.int64),
                 np.array([address for _, address in wanted], dtype=np.uint64),
                 demand=demand,
             )
         except BaseException:
-            for shard in held:
-                self._descriptors.release(shard)
+            for job in routes:
+                self._release(job)
             raise
         tickets = list(range(first, first + len(wanted)))
-        self._jobs.update(zip(tickets, (key for key, _ in wanted), strict=True))
+        jobs = zip((key for key, _ in wanted), routes, strict=True)
+        self._jobs.update(zip(tickets, jobs, strict=True))
         return tickets
 
     def wait(self, tickets: Sequence[int], seconds: float) -> Sequence[ReadOutcome]:
@@ -263,10 +255,14 @@ class Reader:
 
     def finish(self, outcome: ReadOutcome) -> Finished:
         """Let go of what a finished job held, and put a failure into words."""
-        key = self._jobs.pop(outcome.ticket)
+        key, routes = self._jobs.pop(outcome.ticket)
         failed = outcome.status.name != "OK"
         error = ReadFailed(self._explain(key, outcome)) if failed else None
-        self._release(key)
+        for route, run in zip(routes, self._files.reads(key).runs, strict=True):
+            self.read_bytes[route.source] += 0 if failed else run.nbytes
+        if outcome.spares:
+            self._tell_spare(key, routes, outcome)
+        self._release(routes)
         self._pool.forget(outcome.ticket)
         return Finished(outcome.ticket, outcome.nbytes, outcome.seconds, error)
 
@@ -274,7 +270,7 @@ class Reader:
         """Take back a job that has not begun."""
         if not self._pool.cancel(ticket):
             return False
-        self._release(self._jobs.pop(ticket))
+        self._release(self._jobs.pop(ticket)[1])
         return True
 
     def promote(self, ticket: int) -> None:
@@ -289,12 +285,34 @@ class Reader:
         """End all reads; after this no slot is written. The container stays open."""
         self._pool.close()
         self._jobs.clear()
-        self._descriptors.close()
+        self._sources.close()
 
-    def _release(self, key: ExpertKey) -> None:
+    def _release(self, routes: Sequence[Route]) -> None:
         """Give the descriptors of a job back."""
-        for run in self._files.reads(key).runs:
-            self._descriptors.release(run.shard)
+        for route in routes:
+            self._sources.release(route)
+
+    def _tell_missed(self, key: ExpertKey, run: ReadRun, error: ReadFailed) -> None:
+        """A replica could not even be opened."""
+        mirror = self._sources.mirror
+        assert mirror is not None
+        self._spare(mirror.source(key.layer, key.expert, run.shard), str(error))
+
+    def _tell_spare(self, key: ExpertKey, routes: Sequence[Route], outcome: ReadOutcome) -> None:
+        """A run was read from elsewhere than it was sent to: count it, and name the first."""
+        run, route = self._files.reads(key).runs[outcome.spare_run], routes[outcome.spare_run]
+        path = show_path(self._sources.files[route.source].shards[run.shard].path)
+        reason = os.strerror(outcome.spare_error) if outcome.spare_error else "the file ends early"
+        if route.source == 0:
+            self._sources.without_direct(0, run.shard)
+        self._spare(route.source, f"{path}: reading {run.nbytes} bytes at offset {run.offset}: {reason}")
+
+    def _spare(self, source: int, what: str) -> None:
+        first = source not in self.spared.reads
+        self.spared.reads[source] = self.spared.reads.get(source, 0) + 1
+        if first and self._notice is not None:
+            instead = "the model's own file is read instead" if source else "it is read through the page cache instead"
+            self._notice(f"{what}; {instead}, here and wherever it happens again")
 
     def _explain(self, key: ExpertKey, outcome: ReadOutcome) -> str:
         """One line for a failed read: file, tensor, expected, found."""
@@ -306,7 +324,7 @@ class Reader:
             case "SHORT":
                 return (
                     f"{where}: expected {run.nbytes} bytes at offset {run.offset}, found {outcome.found}: the file had "
-                    f"{shard.nbytes} bytes when it was opened and has {self._descriptors.size(run.shard)} now"
+                    f"{shard.nbytes} bytes when it was opened and has {self._sources.size(run.shard)} now"
                 )
             case "ERROR":
                 return (

@@ -27,6 +27,7 @@ from picaflor.store.policy.base import Policy, PolicyFactory
 from picaflor.store.policy.lru import LruPolicy
 from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
 from picaflor.store.residency import Residency
+from picaflor.store.sources import Sources
 from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
 
 READ_THREADS = 8
@@ -127,6 +128,8 @@ class ExpertStore:
         read_threads: int = READ_THREADS,
         policy: PolicyFactory = LruPolicy,
         pool: Pool | None = None,
+        sources: Sources | None = None,
+        notice: Callable[[str], None] | None = None,
     ) -> None:
         self.files = files
         self.slots = {layer: _layer_slots(files, layer, slots) for layer in files.layers}
@@ -142,7 +145,9 @@ class ExpertStore:
         self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
         self._policies: dict[int, Policy] = {layer: policy(self.slots[layer]) for layer in files.layers}
         self._shared_order: dict[ExpertKey, None] = {}  # copies in the working set, oldest first
-        self._reader = Reader(files, native_pool(read_threads) if pool is None else pool)
+        self._reader = Reader(
+            files, native_pool(read_threads) if pool is None else pool, sources=sources, notice=notice
+        )
         self._pinned: dict[int, Addresses | None] = dict.fromkeys(files.layers)
         self._ready_count = dict.fromkeys(files.layers, 0)  # READY or IN_USE in the layer's own slots
         self._loads: dict[int, _Load] = {}
