@@ -105,7 +105,7 @@ void gemv(const Product& a) {
     };
     for (int64_t block = 0; block < blocks; ++block) {
       next_codes.step<kMiddle>();
-      next_scales.step<kNear>();
+      next_scales.step<kMiddle>();
       Isa::Int t[kLanes];
       Words::load(rows.at, block, t);
       const int64_t first = block * kPieces;
