@@ -228,6 +228,27 @@ class Settings:
     read_threads: int | None = _option(
         _count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS, unset="8"
     )
+    queue_depth: int | None = _option(
+        _count(1, 1024), None, "Reads under way at once, with io_uring.", ENGINE_COMMANDS, unset="8"
+    )
+    read_engine: str = _option(
+        _choice("auto", "threads", "io_uring"), "auto", "What carries reads out; auto is threads.", ENGINE_COMMANDS
+    )
+    direct: str = _option(
+        _choice("auto", "on", "off"),
+        "auto",
+        "Read experts past the page cache; auto: where memory cannot hold half of those without a slot.",
+        ENGINE_COMMANDS,
+    )
+    split: tuple[str, ...] = _option(
+        _texts("DIR"), (), "Directory with more of the model's shards; may be repeated.", ENGINE_COMMANDS
+    )
+    mirror: tuple[str, ...] = _option(
+        _texts("DIR"),
+        (),
+        "Directory with copies of shards, on another drive, to read from as well; may be repeated.",
+        ENGINE_COMMANDS,
+    )
     group_size: int | None = _option(
         _count(2),
         None,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Backend, ExpertLayout, Precision, Recorder, Vector, Weight
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.container.index import Container
-from picaflor.container.types import Matrix, Span
+from picaflor.container.types import Expert, Matrix, Span
 from picaflor.errors import BadContainer, BadTokenizer, UnsupportedConfig, UnsupportedKernel, UsageError
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
@@ -29,10 +29,11 @@ from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import sidefile
 from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
-from picaflor.store.reader import ExpertFiles
+from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
 BACKENDS = ("cpu",)
@@ -97,6 +98,11 @@ class EngineOptions:
     fail_after: int | None = None
     sequences: int = 1
     draft: bool = False
+    direct: str = "auto"
+    read_engine: str = "auto"
+    queue_depth: int | None = None
+    mirrors: tuple[Path, ...] = ()
+    split: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)
@@ -120,6 +126,7 @@ class Plan:
     max_rows: int
     max_outputs: int
     read_threads: int
+    reading: Reading
     threads_source: str
     notices: Notices
     tokenizer: Tokenizer | None
@@ -130,6 +137,7 @@ class Plan:
         """Free the experts' memory and close all files."""
         if self.store is not None:
             self.store.close()
+        self.reading.close()
         self.container.close()
 
 
@@ -257,7 +265,7 @@ def _padded(nbytes: int) -> int:
 
 def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
     """Open, check, plan and load a model. Raises what errors.py names; nothing stays open then."""
-    container = Container.open(path)
+    container = Container.open(path, extra_dirs=options.split)
     store: ExpertStore | None = None
     try:
         notices = Notices(strict=options.strict, warn=warn)
@@ -307,7 +315,8 @@ def _assemble(
     held = process_memory()
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
-    files = ExpertFiles(container, experts) if experts else None
+    reading = read_plan(container, experts, options, held.charged if held else 0, notices)
+    files = ExpertFiles(container, experts, blocks=reading.direct_shards) if experts else None
     residents = Residents(index, backend, files.layouts if files is not None else no_layouts)
     residents.read_vectors(container)
     recorder = backend.recorder(
@@ -315,7 +324,9 @@ def _assemble(
     )
     forward, draft = record_forward(recorder, model, residents, options)
     ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
-    store = open_store(files, ledger.slots, ledger.working_slots, options) if files is not None else None
+    store = None
+    if files is not None:
+        store = open_store(files, ledger.slots, ledger.working_slots, reading, notices)
     try:
         residents.read_all(container, progress)
     except BaseException:
@@ -336,12 +347,34 @@ def _assemble(
         context=context,
         max_rows=max_rows,
         max_outputs=max_outputs,
-        read_threads=options.read_threads or READ_THREADS,
+        read_threads=reading.depth,
+        reading=reading,
         threads_source=threads_source(options, notices),
         notices=notices,
         tokenizer=tokenizer,
         chat_template=chat_template,
         resident_memory=residents.memory(),
+    )
+
+
+def read_plan(
+    container: Container, experts: Mapping[int, Sequence[Expert]], options: EngineOptions, held: int, notices: Notices
+) -> Reading:
+    """How the experts are read. Raises BadContainer for a mirror that is no copy."""
+    if not experts:
+        return Reading()
+    return decide_reading(
+        container,
+        experts,
+        ReadOptions(
+            direct=options.direct,
+            engine=options.read_engine,
+            threads=options.read_threads,
+            depth=options.queue_depth,
+            mirrors=options.mirrors,
+        ),
+        room_for(experts, memory_sources(options.ram_bytes, held=held), options.expert_slots),
+        notices=notices,
     )
 
 
@@ -355,13 +388,17 @@ def threads_source(options: EngineOptions, notices: Notices) -> str:
     return "--threads"
 
 
-def open_store(files: ExpertFiles, slots: Mapping[int, int], working_slots: int, options: EngineOptions) -> ExpertStore:
-    """The store of experts, with slots by layer, that reads as the options say."""
+def open_store(
+    files: ExpertFiles, slots: Mapping[int, int], working_slots: int, reading: Reading, notices: Notices
+) -> ExpertStore:
+    """The store of experts, with slots by layer, that reads as was decided."""
     return ExpertStore(
         files,
         slots=slots,
         working_slots=working_slots,
-        read_threads=options.read_threads or READ_THREADS,
+        pool=native_pool(reading.depth, engine=reading.engine, notice=notices.note),
+        sources=reading.sources(files.container),
+        notice=notices.tell,
     )
 
 

@@ -12,20 +12,29 @@ from pathlib import Path
 from picaflor.container.strict_json import show_path
 from picaflor.container.types import Expert
 from picaflor.errors import UsageError
+from picaflor.models.config import Notices
 from picaflor.sizes import format_bytes
+from picaflor.store.budget import Source
 from picaflor.store.direct import DirectFiles, direct_pays, probe_direct_files
 from picaflor.store.files import ShardFiles
 from picaflor.store.mirror import Mirror, Replica, open_replicas
 from picaflor.store.mirror_probe import measure_sources
 from picaflor.store.sources import Sources
 
+READ_DEPTH = 8
+"""Reads under way at once: enough for a drive to give its full rate with pieces of 1 MiB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """What a user may choose about reads; `depth` None: the plan decides. `mirrors`: directories of replicas."""
+    """What a user may choose about reads; None: the plan decides. `mirrors`: directories of replicas.
+
+    `threads` is how many reads the engine of that name has under way, `depth` how many an io_uring has.
+    """
 
     direct: str = "auto"
     engine: str = "auto"
+    threads: int | None = None
     depth: int | None = None
     mirrors: tuple[Path, ...] = ()
 
@@ -50,7 +59,7 @@ class Reading:
     blocks: Mapping[tuple[int, int], int] = field(default_factory=dict)
     mirror: Mirror | None = None
     engine: str = "threads"
-    depth: int = 8
+    depth: int = READ_DEPTH
 
     @property
     def direct_shards(self) -> frozenset[int]:
@@ -58,8 +67,13 @@ class Reading:
         return frozenset(shard for _, shard in self.blocks)
 
     def sources(self, container: ShardFiles) -> Sources:
-        """The files as the store's reader wants them; closing them closes the mirror."""
+        """The files as a store's reader wants them; each store has its own."""
         return Sources(container, blocks=self.blocks, mirror=self.mirror)
+
+    def close(self) -> None:
+        """Close the mirror's files. No store may read."""
+        if self.mirror is not None:
+            self.mirror.close()
 
 
 def decide_reading(
@@ -68,12 +82,11 @@ def decide_reading(
     options: ReadOptions,
     room: Room,
     *,
-    default_depth: int,
-    notice: Callable[[str], None],
+    notices: Notices,
 ) -> Reading:
     """Probe the files and decide. Raises BadContainer for a mirror that is no copy, ReadFailed for a file that is gone.
 
-    `notice` gets one line where the files refuse what was asked for, and one with the weights of a mirror.
+    One line is told where the files refuse what was asked for (an error under strict), one with a mirror's weights.
     """
     shards = sorted({span.shard for all_ in experts.values() for e in all_ for m in e.matrices for span in m.spans})
     replicas = open_replicas(container, options.mirrors)
@@ -85,14 +98,29 @@ def decide_reading(
                 here = [shard for shard in shards if number == 0 or shard in replicas[number - 1]]
                 found = probe_direct_files(files, here)
                 blocks |= {(number, shard): size for shard, size in found.blocks.items()}
-                _tell_refused(options.direct, found, notice)
-        mirror = _mirror(container, replicas, experts, blocks, notice) if replicas else None
+                _tell_refused(options.direct, found, notices.note)
+        mirror = _mirror(container, replicas, experts, blocks, notices.tell) if replicas else None
     except BaseException:
         for replica in replicas:
             replica.close()
         raise
     engine = "threads" if options.engine == "auto" else options.engine
-    return Reading(blocks, mirror, engine, options.depth or default_depth)
+    depth = options.threads if engine == "threads" else options.depth
+    return Reading(blocks, mirror, engine, depth or READ_DEPTH)
+
+
+def room_for(experts: Mapping[int, Sequence[Expert]], sources: Sequence[Source], slots: int | None) -> Room:
+    """Memory for experts and pages from what `store.budget` says; `slots` per layer where the user fixed them.
+
+    What resident weights take is left out: the rule needs no more than the order of things.
+    """
+    total = sum(expert.nbytes for members in experts.values() for expert in members)
+    known = [source.nbytes for source in sources if source.nbytes is not None]
+    machine = [source.nbytes for source in sources if source.nbytes is not None and source.name != "--ram"]
+    room = min(known, default=0)
+    if slots is not None:
+        room = sum(slots * max(expert.nbytes for expert in members) for members in experts.values())
+    return Room(experts=total, slots=room, pages=min(machine) - min(room, total) if machine else None)
 
 
 def _wants_direct(mode: str, room: Room) -> bool:

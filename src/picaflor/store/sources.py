@@ -155,10 +155,8 @@ class Sources:
         return self._descriptors.size(Place(0, shard, False))
 
     def close(self) -> None:
-        """Close all descriptors, and the mirror. No job may run."""
+        """Close all descriptors. No job may run."""
         self._descriptors.close()
-        if self.mirror is not None:
-            self.mirror.close()
 
     def without_direct(self, source: int, shard: int) -> None:
         """The file system refused whole blocks after all: from now on through the page cache."""
