@@ -24,11 +24,14 @@ from picaflor.errors import UsageError
 from picaflor.sizes import parse_bytes
 
 PREFIX = "PICAFLOR_"
-ENGINE_COMMANDS = ("run", "chat", "eval", "bench decode")
+ENGINE_COMMANDS = ("run", "chat", "eval", "plan", "tune", "bench decode")
 TEXT_COMMANDS = ("run", "chat")
+RUN_COMMANDS = ("run", "chat", "eval", "bench decode")
 DATA_COMMANDS = (
     "run",
     "eval",
+    "plan",
+    "tune",
     "inspect",
     "capabilities",
     "doctor",
@@ -201,10 +204,11 @@ class Settings:
         _count(1, 1024),
         None,
         "Threads that multiply.",
-        (*ENGINE_COMMANDS, "bench kernels"),
+        (*ENGINE_COMMANDS, "bench kernels", "convert"),
         unset="what the machine grants",
         other_help={
-            "bench kernels": "Threads of the second line; the first has one. Default: what the machine grants."
+            "convert": "Threads that read and encode. Default: one per processor.",
+            "bench kernels": "Threads of the second line; the first has one. Default: what the machine grants.",
         },
     )
     backend: str = _option(
@@ -286,6 +290,37 @@ class Settings:
     stop: tuple[str, ...] = _option(_texts("TEXT"), (), "End before this text; may be repeated.", TEXT_COMMANDS)
     chat: bool = _option(_switch(), False, "Put the prompt into the model's chat template.", ("run",))
     profile: bool = _option(_switch(), False, "Report speed, reads, memory and what limits, on stderr.", TEXT_COMMANDS)
+    tuned: bool = _option(
+        _switch(), True, "Use what tune has measured for this machine and model.", RUN_COMMANDS, unset="yes"
+    )
+    tuned_file: Path | None = _option(
+        _path(),
+        None,
+        "File of tuned options to use instead of the machine's own.",
+        (*RUN_COMMANDS, "tune"),
+        unset="$XDG_STATE_HOME/picaflor/tuned.json",
+        other_help={"tune": "File to write instead of the machine's own ($XDG_STATE_HOME/picaflor/tuned.json)."},
+    )
+    compat_env: bool = _option(
+        _switch(),
+        False,
+        "Take the C engine's variables (SNAP, PROMPT, NGEN, TEMP, CTX, RAM_GB, ...) too, and name those unknown here.",
+        ("run",),
+    )
+    memory_rate: int | None = _option(
+        _size(),
+        None,
+        "Bytes per second that memory gives, instead of measuring.",
+        ("plan",),
+        unset="measured once and kept",
+    )
+    disk_rate: int | None = _option(
+        _size(),
+        None,
+        "Bytes per second that the disk gives, instead of measuring.",
+        ("plan",),
+        unset="measured once and kept",
+    )
     json: bool = _option(_switch(), False, "Print the result as JSON.", DATA_COMMANDS)
     config: Path | None = _option(_path(), None, "Config file (TOML) to read instead of the usual one.", ALL_COMMANDS)
     fail_after: int | None = _option(
@@ -377,6 +412,14 @@ def _config_entries(
         raise UsageError(f"{path}: not a TOML file: {error}") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def state_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where what was measured or learned is kept: `$XDG_STATE_HOME/picaflor` (`~/.local/state/...`); None without a
+    home."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_STATE_HOME") or (f"{environ['HOME']}/.local/state" if environ.get("HOME") else "")
+    return Path(base, "picaflor") if base else None
 
 
 def test_data() -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import convert_models as tiny
 import numpy as np
 import pytest
 import safetensors
+from safetensors.numpy import load_file
 
 from picaflor import formats
 from picaflor.cli.app import run_command_line
+from picaflor.container import writer as writer_module
 from picaflor.container.expert_file import plan_reads
 from picaflor.container.index import Container
 from picaflor.convert import converter, stored
@@ -177,18 +180,63 @@ def test_a_dry_run_writes_nothing_and_tells_the_true_sizes(checkpoint: Path, tmp
 
 
 def failing_encoder(monkeypatch: pytest.MonkeyPatch, after: int, error: type[BaseException]) -> list[str]:
-    """Makes the conversion stop at its `after`th matrix; returns the names that were encoded."""
+    """Makes the conversion stop at its `after`th matrix (-1: never); returns the names that were encoded."""
     seen: list[str] = []
+    lock = threading.Lock()
     true: Callable[..., Any] = converter._Job._encode
 
     def encode(self: converter._Job, planned: Any, quality: Any) -> Any:
-        if len(seen) == after:
-            raise error("stopped by the test")
-        seen.append(planned.spec.name)
+        with lock:
+            if 0 <= after <= len(seen):
+                raise error("stopped by the test")
+            seen.append(planned.spec.name)
         return true(self, planned, quality)
 
     monkeypatch.setattr(converter._Job, "_encode", encode)
     return seen
+
+
+def test_any_number_of_threads_writes_the_same_files_and_report(checkpoint: Path, tmp_path: Path) -> None:
+    reports = []
+    for threads in (1, 2, 5):
+        options = ConvertOptions(threads=threads, shard_bytes=200_000)
+        reports.append(convert(checkpoint, tmp_path / f"out{threads}", options).record())
+    names = sorted(path.name for path in (tmp_path / "out1").iterdir())
+    for threads in (2, 5):
+        assert sorted(path.name for path in (tmp_path / f"out{threads}").iterdir()) == names
+        for name in names:
+            one, other = (tmp_path / folder / name for folder in ("out1", f"out{threads}"))
+            assert one.read_bytes() == other.read_bytes(), name
+    assert reports[0]["classes"] == reports[1]["classes"] == reports[2]["classes"]
+
+
+def test_the_writer_makes_a_bounded_number_of_groups_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "AHEAD_BYTES", 3000)
+    writer = writer_module.ContainerWriter(tmp_path / "out", workers=4)
+    written = 0
+    most_ahead = 0
+    begun: list[int] = []
+    lock = threading.Lock()
+
+    def produce(number: int) -> dict[str, Any]:
+        nonlocal most_ahead
+        with lock:
+            begun.append(number)
+            most_ahead = max(most_ahead, len(begun) - written)
+        return {f"t{number}": np.full(1000, number, np.uint8)}
+
+    def progress(done: int, total: int) -> None:
+        nonlocal written
+        with lock:
+            written += 1
+
+    for number in range(20):
+        writer.add_group([writer_module.TensorSpec(f"t{number}", "U8", (1000,))], lambda number=number: produce(number))
+    (path,) = writer.write(progress=progress)
+    assert sorted(begun) == list(range(20))
+    assert 2 <= most_ahead <= 4  # three that wait, and the one that is written
+    found = load_file(path)
+    assert all((found[f"t{number}"] == number).all() for number in range(20))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -63,6 +63,7 @@ def command(
         shard_bytes=parse_bytes(shard_size),
         source_group_size=source_group_size,
         strict=settings.strict,
+        threads=settings.threads,
     )
     line = Progress()
     started = time.monotonic()

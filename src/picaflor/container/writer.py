@@ -9,7 +9,10 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +34,8 @@ MAX_WRITTEN_HEADER_BYTES = 100_000_000
 # The codes that the safetensors package knows; the others are read only.
 WRITTEN_DTYPES = ("BF16", "F16", "F32", "U8", "I8", "F8_E4M3", "F8_E8M0", "I64", "U64")
 DEFAULT_SHARD_BYTES = 5_000_000_000
+AHEAD_BYTES = 256 << 20
+"""Most bytes of groups that threads make while earlier ones are written."""
 
 Arrays = Mapping[str, NDArray[Any]]
 Produce = Callable[[], Arrays]
@@ -59,6 +64,11 @@ class _Group:
     specs: tuple[TensorSpec, ...]
     starts: tuple[int, ...]
     produce: Produce
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.nbytes for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +100,8 @@ class ContainerWriter:
     `metadata` goes into every shard, `rules_json` too (as `picaflor.formats`). Shards are called
     `STEM-00001-of-0000N.safetensors` and hold at most `max_shard_bytes`, or one group that is larger. Nothing is read
     or computed before `write`; then each group's arrays are asked for once, in the order of declaration, and at most
-    one group is in memory.
+    one group is in memory. With `workers` of 1 or more that many threads make groups ahead of the one that is written,
+    AHEAD_BYTES of them at most besides it: `produce` functions are then called from these threads.
     """
 
     def __init__(
@@ -101,6 +112,7 @@ class ContainerWriter:
         metadata: Mapping[str, str] | None = None,
         rules_json: str | None = None,
         stem: str = "model",
+        workers: int = 0,
     ) -> None:
         if max_shard_bytes < 1:
             raise UsageError(f"max_shard_bytes: expected 1 or more, found {max_shard_bytes}")
@@ -113,6 +125,7 @@ class ContainerWriter:
         if rules_json is not None:
             self._metadata[RULES_KEY] = rules_json
         self._stem = stem
+        self._workers = workers
         self._groups: list[_Group] = []
         self._names: set[str] = set()
         self._stamps = 0
@@ -186,12 +199,14 @@ class ContainerWriter:
         done = 0
         try:
             self._make_directory(plans, total)
-            for plan in todo:
-                temp = self._directory / f".{plan.name}.tmp-{os.getpid()}"
-                temporary[temp] = self._directory / plan.name
-                done = self._write_shard(plan, temp, done, total, progress)
-                if resume:
-                    os.replace(temp, temporary.pop(temp))
+            groups = [item.group for plan in todo for item in plan.placed]
+            with closing(_made(groups, self._workers)) as made_arrays:
+                for plan in todo:
+                    temp = self._directory / f".{plan.name}.tmp-{os.getpid()}"
+                    temporary[temp] = self._directory / plan.name
+                    done = _write_shard(plan, temp, made_arrays, done, total, progress)
+                    if resume:
+                        os.replace(temp, temporary.pop(temp))
             for temp, final in temporary.items():
                 os.replace(temp, final)
                 renamed.append(final)
@@ -303,24 +318,52 @@ class ContainerWriter:
         if free < total:
             raise WriteFailed(f"{show_path(self._directory)}: {total} bytes to write, {free} bytes free on this disk")
 
-    def _write_shard(self, plan: _Plan, temp: Path, done: int, total: int, progress: Progress | None) -> int:
-        """Write one shard to `temp` and sync it. Returns the bytes done so far."""
-        with temp.open("wb") as file:
-            file.write(plan.header)
-            done += len(plan.header)
-            end = 0
-            for item in plan.placed:
-                arrays = item.group.produce()
-                for spec, offset in zip(item.group.specs, item.offsets, strict=True):
-                    file.write(bytes(offset - end))
-                    _write_tensor(file, spec, arrays)
-                    done += offset + spec.nbytes - end
-                    end = offset + spec.nbytes
-                if progress is not None:
-                    progress(done, total)
-            file.flush()
-            os.fsync(file.fileno())
-        return done
+
+def _made(groups: Sequence[_Group], workers: int) -> Generator[Arrays, None, None]:
+    """The arrays of each group, in order; threads make the next ones meanwhile. Closing it ends the threads."""
+    if workers < 1:
+        for group in groups:
+            yield group.produce()
+        return
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="picaflor-make")
+    waiting = iter(groups)
+    upcoming = next(waiting, None)
+    ahead: deque[tuple[_Group, Future[Arrays]]] = deque()
+    held = 0
+    try:
+        while upcoming is not None or ahead:
+            while upcoming is not None and (not ahead or held + upcoming.nbytes <= AHEAD_BYTES):
+                ahead.append((upcoming, pool.submit(upcoming.produce)))
+                held += upcoming.nbytes
+                upcoming = next(waiting, None)
+            group, made = ahead.popleft()
+            arrays = made.result()
+            held -= group.nbytes
+            del made
+            yield arrays
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _write_shard(
+    plan: _Plan, temp: Path, made: Iterable[Arrays], done: int, total: int, progress: Progress | None
+) -> int:
+    """Write one shard to `temp` and sync it; its groups' arrays come from `made`. Returns the bytes done so far."""
+    with temp.open("wb") as file:
+        file.write(plan.header)
+        done += len(plan.header)
+        end = 0
+        for item, arrays in zip(plan.placed, made, strict=False):  # `made` goes on with the next shard's groups
+            for spec, offset in zip(item.group.specs, item.offsets, strict=True):
+                file.write(bytes(offset - end))
+                _write_tensor(file, spec, arrays)
+                done += offset + spec.nbytes - end
+                end = offset + spec.nbytes
+            if progress is not None:
+                progress(done, total)
+        file.flush()
+        os.fsync(file.fileno())
+    return done
 
 
 def _offsets(group: _Group, end: int) -> tuple[tuple[int, ...], int]:

@@ -53,13 +53,17 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """What to make. `source_group_size`: for a source of int4-grouped tensors that does not state it."""
+    """What to make. `source_group_size`: for a source of int4-grouped tensors that does not state it.
+
+    `threads` read and encode, by default one per processor; the bytes are the same for any number.
+    """
 
     policy: Policy = field(default_factory=Policy)
     draft: bool = True
     shard_bytes: int = DEFAULT_SHARD_BYTES
     source_group_size: int | None = None
     strict: bool = False
+    threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +181,7 @@ class _Job:
             max_shard_bytes=self._options.shard_bytes,
             metadata={"format": "pt"},
             rules_json=rules_json(self.plan),
+            workers=self._options.threads or _processors(),
         )
         self.plan.declare(
             writer,
@@ -282,6 +287,11 @@ def _check_target(source: Path, out: Path) -> None:
         raise UsageError(f"{show_path(out)}: already there; convert never overwrites, give a new directory")
     if source.resolve() in (out.resolve(), *out.resolve().parents):
         raise UsageError(f"{show_path(out)}: lies inside the source {show_path(source)}; give a directory elsewhere")
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _existing_parent(path: Path) -> Path:

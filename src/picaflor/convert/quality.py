@@ -6,14 +6,17 @@ Knows arrays and formats; must not know files or families.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from picaflor.convert.plan import PlannedMatrix
 from picaflor.formats import e8_iq3
 from picaflor.formats.base import F32, Format, Planes
+from picaflor.formats.numeric import grouped
 
 RUN = 64
 # Above this share of lost runs a matrix is named in a warning.
@@ -50,11 +53,11 @@ class ClassQuality:
 
 
 class Quality:
-    """Collects by class; `warnings` has one line per matrix that lost more than 5 % of its runs."""
+    """Collects matrices, from any thread and in any order; the sums are the same for every order."""
 
     def __init__(self) -> None:
-        self.classes: dict[str, ClassQuality] = {}
-        self.warnings: list[str] = []
+        self._found: dict[str, tuple[PlannedMatrix, ClassQuality]] = {}
+        self._lock = threading.Lock()
 
     def measure(self, matrix: PlannedMatrix) -> MatrixQuality:
         """A meter for one matrix; call it per block, then `done`."""
@@ -62,20 +65,34 @@ class Quality:
 
     def add(self, matrix: PlannedMatrix, found: ClassQuality) -> None:
         """Take over one matrix's sums."""
-        total = self.classes.setdefault(matrix.group, ClassQuality())
-        error = found.relative_rms_error
-        total.tensors += 1
-        total.squared_error += found.squared_error
-        total.squared_weights += found.squared_weights
-        total.runs += found.runs
-        total.lost_runs += found.lost_runs
-        if error > total.worst_error or not total.worst_name:
-            total.worst_error, total.worst_name = error, matrix.spec.name
-        if found.lost_runs > LOST_SHARE * found.runs:
-            self.warnings.append(
-                f"{matrix.spec.name}: {found.lost_runs} of {found.runs} runs of {RUN} weights became all zero in "
-                f"{matrix.choice.format}; a smaller group or int8-row keeps them"
-            )
+        with self._lock:
+            self._found[matrix.spec.name] = (matrix, found)
+
+    @property
+    def classes(self) -> dict[str, ClassQuality]:
+        """The sums by class, over matrices in order of name."""
+        classes: dict[str, ClassQuality] = {}
+        for name, (matrix, found) in sorted(self._found.items()):
+            total = classes.setdefault(matrix.group, ClassQuality())
+            error = found.relative_rms_error
+            total.tensors += 1
+            total.squared_error += found.squared_error
+            total.squared_weights += found.squared_weights
+            total.runs += found.runs
+            total.lost_runs += found.lost_runs
+            if error > total.worst_error or not total.worst_name:
+                total.worst_error, total.worst_name = error, name
+        return classes
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line per matrix that lost more than 5 % of its runs."""
+        return [
+            f"{name}: {found.lost_runs} of {found.runs} runs of {RUN} weights became all zero in "
+            f"{matrix.choice.format}; a smaller group or int8-row keeps them"
+            for name, (matrix, found) in sorted(self._found.items())
+            if found.lost_runs > LOST_SHARE * found.runs
+        ]
 
 
 class MatrixQuality:
@@ -92,16 +109,21 @@ class MatrixQuality:
         rows, cols = weights.shape
         decoded = form.decode(planes, rows, cols, self._matrix.choice.group_size)
         wanted = e8_iq3.rotate(weights) if form.activation.rotated else weights
-        difference = decoded.astype(np.float64) - wanted
-        self._sums.squared_error += float(np.vdot(difference, difference))
+        difference = np.subtract(decoded, wanted, dtype=np.float64)
+        self._sums.squared_error += float(np.einsum("ij,ij->", difference, difference))
         exact = wanted.astype(np.float64)
-        self._sums.squared_weights += float(np.vdot(exact, exact))
-        edges = np.arange(0, cols, RUN)
-        alive = np.add.reduceat(wanted != 0, edges, axis=1, dtype=np.int32) > 0
-        kept = np.add.reduceat(decoded != 0, edges, axis=1, dtype=np.int32) > 0
-        self._sums.runs += int(alive.sum())
-        self._sums.lost_runs += int((alive & ~kept).sum())
+        self._sums.squared_weights += float(np.einsum("ij,ij->", exact, exact))
+        alive, kept = _runs(wanted), _runs(decoded)
+        self._sums.runs += int(np.count_nonzero(alive))
+        self._sums.lost_runs += int(np.count_nonzero(alive & ~kept))
 
     def done(self) -> None:
         """Add the matrix to its class."""
         self._quality.add(self._matrix, self._sums)
+
+
+def _runs(values: F32) -> NDArray[np.bool_]:
+    """Which runs of RUN weights `[rows, runs]` are not all zero."""
+    eights: NDArray[np.uint64] = grouped(values != 0, RUN).view(np.uint64)
+    alive: NDArray[np.bool_] = np.bitwise_or.reduce(eights, axis=2) != 0
+    return alive

@@ -17,7 +17,8 @@ from picaflor.formats.base import F32, Format, Plane, Planes
 
 # Rows are encoded in blocks of this many, or a multiple: no scale block crosses that border.
 ROW_BLOCK = 128
-BLOCK_VALUES = 1 << 24
+# Few enough that what encoding and measuring make of them stays in the processor's cache.
+BLOCK_VALUES = 1 << 18
 
 _FLOAT_DTYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 _SIDECAR_DTYPES = {np.dtype("<f4"): "F32", np.dtype("u1"): "U8"}
