@@ -17,6 +17,7 @@ have been accepted; the command line prints it as one line.
     ├── NoFiniteLogit              the model computed nothing but NaN and infinity
     ├── BadTokenizer               tokenizer.json missing or not usable
     ├── BadTemplate                the chat template raised or is malformed
+    ├── BadStateFile               recorded routes or a usage history that cannot be used
     └── UsageError                 a wrong option or argument: exit 2
 """
 
@@ -79,6 +80,10 @@ class BadTokenizer(PicaflorError):
 
 class BadTemplate(PicaflorError):
     """The chat template raised or is malformed."""
+
+
+class BadStateFile(PicaflorError):
+    """Recorded routes or a usage history that cannot be used."""
 
 
 class UsageError(PicaflorError):

@@ -1,4 +1,4 @@
-"""The store's small parts: LRU order, arenas, layouts, counters."""
+"""The store's small parts: arenas, layouts, counters."""
 
 from __future__ import annotations
 
@@ -7,61 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from store_harness import make_model
 
 from picaflor.errors import OutOfBudget
 from picaflor.store.arena import Arena, arena_bytes, slot_stride
 from picaflor.store.counters import LayerCounters, StoreCounters
-from picaflor.store.policy.lru import LruPolicy
 from picaflor.store.reader import ExpertFiles
 from picaflor.store.types import ExpertKey
-
-
-def always(expert: int) -> bool:
-    return True
-
-
-def test_lru_order() -> None:
-    policy = LruPolicy(3)
-    for expert in (7, 1, 4):
-        policy.admitted(expert)
-    assert policy.victim(9, always) == 7
-    policy.used([1, 7, 99])  # 99 is in no slot: it does not matter
-    assert policy.victim(9, always) == 4
-    assert policy.victim(9, lambda expert: expert != 4) == 1
-    assert policy.victim(9, lambda expert: False) is None
-    policy.removed(4)
-    policy.admitted(9)
-    policy.used([1])
-    assert policy.victim(5, always) == 7
-    with pytest.raises(ValueError, match=r"expert 5 admitted while \[7, 9, 1\] hold 3 slots"):
-        policy.admitted(5)
-    with pytest.raises(KeyError):
-        policy.removed(4)
-
-
-@given(routes=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), max_size=40))
-def test_lru_replay_equals_last_use(routes: list[list[int]]) -> None:
-    """Replay without any store: the victim is always the admitted expert whose last use is the oldest."""
-    policy = LruPolicy(4)
-    admitted: set[int] = set()
-    last: dict[int, int] = {}
-    clock = 0
-    for step in routes:
-        for expert in step:
-            if expert not in admitted:
-                if len(admitted) == 4:
-                    victim = policy.victim(expert, always)
-                    assert victim == min(admitted, key=lambda e: last[e])
-                    policy.removed(victim)
-                    admitted.remove(victim)
-                policy.admitted(expert)
-                admitted.add(expert)
-            policy.used([expert])
-            clock += 1
-            last[expert] = clock
 
 
 @pytest.mark.parametrize("nbytes", [1, 64, 100, 4096, 1 << 20])

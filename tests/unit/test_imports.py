@@ -124,8 +124,8 @@ def test_every_module_has_a_docstring_and_a_second_sentence() -> None:
         ("store.reader", "def f():\n    from picaflor.models.base import Model", "models comes after store"),
         ("store.reader", "from picaflor.backends.api import Batch", None),
         ("formats.resolve", "from picaflor.backends.api import Batch", "backends.api comes after formats"),
-        ("store.policy.lru", "from . import base", None),
-        ("store.policy.lru", "from ...runtime import plan", "runtime comes after store"),
+        ("store.policy.auto", "from . import base", None),
+        ("store.policy.auto", "from ...runtime import plan", "runtime comes after store"),
         ("runtime.plan", "from picaflor.backends.cpu import backend", None),
         (
             "runtime.engine",

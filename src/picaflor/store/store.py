@@ -23,8 +23,8 @@ from picaflor.backends.api import I32, ExpertLayout
 from picaflor.errors import ReadFailed
 from picaflor.store.arena import Arena
 from picaflor.store.counters import LayerCounters, StoreCounters
-from picaflor.store.policy.base import Policy, PolicyFactory
-from picaflor.store.policy.lru import LruPolicy
+from picaflor.store.policy.base import LayerCache, Policy, PolicyFactory
+from picaflor.store.policy.choose import policies
 from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
 from picaflor.store.residency import Residency
 from picaflor.store.sources import Sources
@@ -114,9 +114,9 @@ class ExpertStore:
 
     `slots`: how many experts of each layer stay in memory, one number for all layers or one per layer; at least 1, cut
     to the layer's number of experts. `working_slots` more are shared by all layers that do not fit completely; reads
-    land there when the policy has no victim to give. A layer with a slot for every expert is pinned once all of them
-    were read. Safe for several threads; a thread must not open a second lease while it holds slots that it needs.
-    Raises OutOfBudget if the system gives no memory.
+    land there when the policy has no victim to give. `policy`: a fresh factory, `auto` without one. A layer with a slot
+    for every expert is pinned once all of them were read. Safe for several threads; a thread must not open a second
+    lease while it holds slots that it needs. Raises OutOfBudget if the system gives no memory.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ExpertStore:
         slots: int | Mapping[int, int],
         working_slots: int = WORKING_SLOTS,
         read_threads: int = READ_THREADS,
-        policy: PolicyFactory = LruPolicy,
+        policy: PolicyFactory | None = None,
         pool: Pool | None = None,
         sources: Sources | None = None,
         notice: Callable[[str], None] | None = None,
@@ -143,7 +143,10 @@ class ExpertStore:
         }
         self._arenas[_SHARED] = Arena(self.working_slots, widest)
         self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
-        self._policies: dict[int, Policy] = {layer: policy(self.slots[layer]) for layer in files.layers}
+        make = policies() if policy is None else policy
+        self._policies: dict[int, Policy] = {
+            layer: make(LayerCache(layer, self.slots[layer], files.count(layer))) for layer in partial
+        }
         self._shared_order: dict[ExpertKey, None] = {}  # copies in the working set, oldest first
         self._reader = Reader(
             files, native_pool(read_threads) if pool is None else pool, sources=sources, notice=notice
@@ -278,13 +281,18 @@ class ExpertStore:
                 self._apply(self._reader.wait(list(self._loads), 0))
             self.counters.layers[lease.layer].requests += 1
             self._leases.add(lease)
+            policy = self._policies.get(lease.layer)
+            if policy is not None:
+                policy.asked([key.expert for key in lease.wanted])
             lease.missing = [key for key in lease.wanted if not self._claim(lease, key)]
-            lease.missing.sort(key=self.files.place, reverse=True)
+            lease.missing.reverse()
             try:
                 self._fill(lease)
             except BaseException:
                 self._give_back(lease)
                 raise
+            if policy is not None:
+                policy.rest()  # while the reads run
 
     def _next(self, lease: Lease) -> list[Copy]:
         """Wait for the next copies to yield; none when all were yielded. Raises ReadFailed."""
@@ -300,7 +308,6 @@ class ExpertStore:
                 if lease.arrived or not (lease.loads or lease.missing):
                     batch, lease.arrived = lease.arrived, []
                     lease.held += batch
-                    self._policies[lease.layer].used([copy.key.expert for copy in batch])
                     if waited_from is not None:
                         self.counters.layers[lease.layer].wait_s += time.perf_counter() - waited_from
                     return batch
@@ -385,7 +392,8 @@ class ExpertStore:
         residency = self._residency
         pool = self._layer_pool[key.layer]
         if residency.free_slots(pool) == 0:
-            victim = self._policies[key.layer].victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)))
+            policy, must = self._policies[key.layer], self.working_slots == 0
+            victim = policy.victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)), must=must)
             if victim is not None:
                 self._evict(ExpertKey(key.layer, victim))
             else:
@@ -398,7 +406,7 @@ class ExpertStore:
         copy = residency.load(key, RAM, DISK_LAYOUT, pool)
         if pool == _SHARED:
             self._shared_order[key] = None
-        else:
+        elif key.layer in self._policies:
             self._policies[key.layer].admitted(key.expert)
         return copy
 
@@ -420,13 +428,14 @@ class ExpertStore:
         """Tell those who order copies that one is gone."""
         if copy.pool == _SHARED:
             del self._shared_order[copy.key]
-        else:
+        elif copy.key.layer in self._policies:
             self._policies[copy.key.layer].removed(copy.key.expert)
 
     def _start(self, copies: Sequence[Copy], *, preload: bool) -> list[_Load]:
-        """Start the reads of new copies, all or none. Raises ReadFailed."""
+        """Start the reads of new copies in file order, all or none. Raises ReadFailed."""
         if not copies:
             return []
+        copies = sorted(copies, key=lambda copy: self.files.place(copy.key))
         try:
             wanted = [(copy.key, self._address(copy)) for copy in copies]
             tickets = self._reader.submit(wanted, demand=not preload)

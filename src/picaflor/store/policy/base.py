@@ -6,15 +6,26 @@ decisions, so a policy can be replayed over recorded routes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+
+class LayerCache(NamedTuple):
+    """The cache of one layer: its number in the model, its slots and how many experts it has."""
+
+    layer: int
+    slots: int
+    experts: int
 
 
 class Policy(Protocol):
-    """Decisions about one layer's slots. One object per layer."""
+    """Decisions about one layer's slots. One object per layer.
 
-    def used(self, experts: Iterable[int]) -> None:
-        """These experts were multiplied, in this order, resident in the layer's slots or not."""
+    A request is told by `asked`, then `victim`, `removed` and `admitted` follow for what is missing, then `rest`.
+    """
+
+    def asked(self, experts: Sequence[int]) -> None:
+        """A request for these distinct experts begins, resident in the layer's slots or not."""
         ...
 
     def admitted(self, expert: int) -> None:
@@ -25,11 +36,23 @@ class Policy(Protocol):
         """The expert lost its slot: evicted, or its read failed."""
         ...
 
-    def victim(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
-        """Which admitted expert gives its slot to `newcomer`; None: the newcomer is not worth a slot, or none of the
-        admitted experts is evictable. Asked only when no slot is free."""
+    def victim(self, newcomer: int, evictable: Callable[[int], bool], *, must: bool = False) -> int | None:
+        """Which admitted expert gives its slot to `newcomer`. Asked only when no slot is free.
+
+        None: the newcomer is not worth a slot and is served through the working set, or none of the admitted experts
+        is evictable. With `must` the newcomer has nowhere else to go: None then only for the second reason.
+        """
+        ...
+
+    def colder(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
+        """The victim of an expert that is only expected to be asked for: None if no evictable one is colder than it."""
+        ...
+
+    def rest(self) -> None:
+        """The request's reads were started: the time for work that no decision waits for."""
         ...
 
 
-PolicyFactory = Callable[[int], Policy]
-"""Makes the policy of one layer from its number of slots."""
+PolicyFactory = Callable[[LayerCache], Policy]
+"""Makes the policies of one store, one for each layer. A factory serves one store: its policies may share what they
+learn."""

@@ -1,0 +1,170 @@
+"""The policy `auto`: every candidate runs as a shadow on the live requests, and the one with the most hits is in force.
+
+Knows expert ids; must not know slots, memory, clocks or files. A shadow is a set of ids that a cache with that policy
+would hold; it costs no memory worth naming and reads nothing. The contest is one for all layers of a store, so that a
+few dozen tokens tell. Another policy in force drops nothing: it only chooses the next victims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from picaflor.store.policy.base import LayerCache
+from picaflor.store.policy.ranked import Admitted
+from picaflor.store.policy.rankings import Ranking, choose_colder, choose_victim
+
+MEMORY_REQUESTS = 512
+"""Requests of a layer after which a shadow's hit counts half."""
+MARGIN = 0.005
+"""Part of its hits by which a candidate must be better than the one in force."""
+HEAD_START = 4.0
+"""Hits per layer that it must be better by besides."""
+_PERIOD = 4  # requests per layer between two looks at the scores
+_LARGEST = 1e100
+_INFINITE = float("inf")
+
+Candidates = Callable[[LayerCache], Sequence[Ranking]]
+
+
+class Contest:
+    """Decayed hits of every candidate over all layers, and who is in force. The first candidate starts."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.in_force = 0
+        self.switches = 0
+        self._layers = 0
+        self._hits: list[float] = []
+        self._growth = 1.0
+        self._unit = 1.0  # grows instead of all sums shrinking
+        self._until_look = 0
+
+    def join(self, names: Sequence[str]) -> None:
+        """One more layer. Raises ValueError where it has other candidates."""
+        if self._layers and list(names) != self.names:
+            raise ValueError(f"candidates {list(names)} in one layer, {self.names} in others")
+        self.names = list(names)
+        self._hits = [0.0] * len(names)
+        self._layers += 1
+        self._growth = 2.0 ** (1.0 / (MEMORY_REQUESTS * self._layers))
+
+    def add(self, hits: Sequence[int]) -> None:
+        """The shadows' hits of one request, by candidate; from time to time a new one comes into force."""
+        self._unit *= self._growth
+        unit, sums = self._unit, self._hits
+        for number, count in enumerate(hits):
+            sums[number] += count * unit
+        self._until_look -= 1
+        if self._until_look <= 0:
+            self._until_look = _PERIOD * self._layers
+            self._look()
+
+    def _look(self) -> None:
+        if self._unit > _LARGEST:
+            self._hits = [total / self._unit for total in self._hits]
+            self._unit = 1.0
+        best = max(range(len(self._hits)), key=self._hits.__getitem__)
+        needed = self._hits[self.in_force] * (1 + MARGIN) + HEAD_START * self._layers * self._unit
+        if self._hits[best] > needed:
+            self.in_force = best
+            self.switches += 1
+
+
+class Shadow:
+    """What a cache that follows a ranking would hold: it takes and evicts as the store does."""
+
+    def __init__(self, slots: int, ranking: Ranking) -> None:
+        self.ranking = ranking
+        self.held: dict[int, None] = {}
+        self._slots = slots
+
+    def take(self, experts: Sequence[int]) -> int:
+        """Serve a request that the ranking knows already; how many experts were there before."""
+        held, greedy = self.held, self.ranking.greedy
+        missing = [expert for expert in experts if expert not in held]
+        hits = len(experts) - len(missing)
+        if not missing:
+            return hits
+        scores = self.ranking.scores
+        while missing and len(held) < self._slots:
+            held[missing.pop(0)] = None
+        now = set(experts)
+        for newcomer in missing:
+            victim = min(held, key=scores.__getitem__)
+            if victim in now:
+                victim = min((e for e in held if e not in now), key=scores.__getitem__, default=-1)
+                if victim < 0:
+                    break
+            if greedy or scores[newcomer] > scores[victim]:
+                if scores[victim] == _INFINITE:
+                    break
+                del held[victim]
+                held[newcomer] = None
+        return hits
+
+
+class AutoPolicy:
+    """One layer's part of a contest. The real cache and every shadow see the same requests."""
+
+    def __init__(self, cache: LayerCache, rankings: Sequence[Ranking], contest: Contest) -> None:
+        self._admitted = Admitted(cache.slots)
+        self._rankings = list(rankings)
+        self._shadows = [Shadow(cache.slots, ranking) for ranking in rankings]
+        self._contest = contest
+        self._request: Sequence[int] = ()
+        self._leader = contest.in_force
+        contest.join([ranking.name for ranking in rankings])
+
+    @property
+    def in_force(self) -> str:
+        """The name of the ranking that chooses victims now."""
+        return self._contest.names[self._contest.in_force]
+
+    def asked(self, experts: Sequence[int]) -> None:
+        """Tell the ranking in force now, the others in `rest`."""
+        if self._request:
+            self.rest()
+        self._request = experts
+        self._leader = self._contest.in_force
+        self._rankings[self._leader].asked(experts)
+
+    def admitted(self, expert: int) -> None:
+        """One slot less. Raises ValueError if there is none."""
+        self._admitted.add(expert)
+
+    def removed(self, expert: int) -> None:
+        """A slot is free again."""
+        self._admitted.remove(expert)
+
+    def victim(self, newcomer: int, evictable: Callable[[int], bool], *, must: bool = False) -> int | None:
+        """As the ranking in force has it."""
+        ranking = self._rankings[self._leader]
+        return choose_victim(ranking, newcomer, self._admitted.experts, evictable, must=must)
+
+    def colder(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
+        """As the ranking in force has it."""
+        return choose_colder(self._rankings[self._leader], newcomer, self._admitted.experts, evictable)
+
+    def rest(self) -> None:
+        """Let the shadows serve the request."""
+        request, self._request = self._request, ()
+        if not request:
+            return
+        hits = []
+        for number, shadow in enumerate(self._shadows):
+            if number != self._leader:
+                shadow.ranking.asked(request)
+            hits.append(shadow.take(request))
+        self._contest.add(hits)
+
+
+class AutoPolicies:
+    """The factory of one store: `candidates` gives each layer's rankings, in the same order for all layers."""
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.contest = Contest()
+        self._candidates = candidates
+
+    def __call__(self, cache: LayerCache) -> AutoPolicy:
+        """The policy of one layer."""
+        return AutoPolicy(cache, self._candidates(cache), self.contest)
