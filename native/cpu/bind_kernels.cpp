@@ -138,9 +138,7 @@ std::pair<double, double> bench_read(const std::string& isa, const std::vector<W
   return {time.wall_s, time.cpu_s};
 }
 
-std::pair<double, double> bench_matmul(const std::string& isa, const std::vector<Weight>& weights, int32_t planes,
-                                       const FloatTable& x, int threads) {
-  check_planes(planes);
+void check_alike(const std::vector<Weight>& weights) {
   if (weights.empty()) {
     throw std::invalid_argument("no weights to time");
   }
@@ -150,6 +148,12 @@ std::pair<double, double> bench_matmul(const std::string& isa, const std::vector
       throw std::invalid_argument("weights of different formats or shapes cannot be timed together");
     }
   }
+}
+
+std::pair<double, double> bench_matmul(const std::string& isa, const std::vector<Weight>& weights, int32_t planes,
+                                       const FloatTable& x, int threads) {
+  check_planes(planes);
+  check_alike(weights);
   const KernelTable* kernels = kernels_for(isa);
   const XSpec spec = x_spec(weights.front(), planes);
   const auto n = static_cast<int64_t>(x.shape(0));
@@ -158,6 +162,55 @@ std::pair<double, double> bench_matmul(const std::string& isa, const std::vector
   const nb::gil_scoped_release release;
   const PassTime time = matmul_pass(*kernels, weights, spec, prepared.data(), n, threads);
   return {time.wall_s, time.cpu_s};
+}
+
+std::pair<double, double> bench_program(const std::string& isa, const std::vector<Weight>& weights, int32_t planes,
+                                        const FloatTable& x, Pool& pool) {
+  check_planes(planes);
+  check_alike(weights);
+  const KernelTable* kernels = kernels_for(isa);
+  const XSpec spec = x_spec(weights.front(), planes);
+  const auto n = static_cast<int64_t>(x.shape(0));
+  Aligned prepared(x_stride(spec) * n);
+  prepare_rows(*kernels, spec, x, prepared.data());  // checks the sizes
+  const nb::gil_scoped_release release;
+  const PassTime time = program_pass(*kernels, weights, spec, x.data(), prepared.data(), n, pool);
+  return {time.wall_s, time.cpu_s};
+}
+
+// (wall, CPU) seconds of `count` additions per thread that each wait for the one before.
+std::pair<double, double> bench_clock(int64_t count, int threads) {
+  if (threads < 1 || count < 1) {
+    throw std::invalid_argument("count and threads must be 1 or more");
+  }
+  const nb::gil_scoped_release release;
+  const PassTime time = clock_pass(count, threads);
+  return {time.wall_s, time.cpu_s};
+}
+
+// Rows x [n] at an address, prepared at another (a multiple of 64), products y [n][rows] at a third: for tests that
+// place each at the edge of readable memory. Whoever passes addresses answers for their sizes.
+void matmul_at(const std::string& isa, const Weight& weight, int32_t planes, uint64_t x, uint64_t prepared, uint64_t y,
+               int64_t n) {
+  check_planes(planes);
+  if (prepared % 64 != 0) {
+    throw std::invalid_argument("prepared rows must start at a multiple of 64");
+  }
+  const KernelTable* kernels = kernels_for(isa);
+  const XSpec spec = x_spec(weight, planes);
+  auto* out = reinterpret_cast<std::byte*>(prepared);
+  const nb::gil_scoped_release release;
+  for (int64_t s = 0; s < n; ++s) {
+    kernels->prepare_x(spec, reinterpret_cast<const float*>(x) + s * weight.cols, out + s * x_stride(spec));
+  }
+  kernels->matmul(weight, spec, out, n, reinterpret_cast<float*>(y), weight.rows, 0, weight.rows, {});
+}
+
+void decode_row_at(const std::string& isa, const Weight& weight, int64_t row, uint64_t out) {
+  if (row < 0 || row >= weight.rows) {
+    throw std::invalid_argument("row " + std::to_string(row) + " of a weight with " + std::to_string(weight.rows));
+  }
+  kernels_for(isa)->decode_row(weight, row, reinterpret_cast<float*>(out));
 }
 
 // Seconds per preparation of one row, over `repeats`.
@@ -255,6 +308,17 @@ void bind_kernels(nb::module_& module) {
   module.def("decode_row", decode_row, "isa"_a, "weight"_a, "row"_a);
   module.def("bench_read", bench_read, "isa"_a, "weights"_a, "threads"_a);
   module.def("bench_matmul", bench_matmul, "isa"_a, "weights"_a, "planes"_a, "x"_a, "threads"_a);
+  module.def("bench_program", bench_program, "isa"_a, "weights"_a, "planes"_a, "x"_a, "pool"_a);
+  module.def("bench_clock", bench_clock, "count"_a, "threads"_a);
+  module.def("matmul_at", matmul_at, "isa"_a, "weight"_a, "planes"_a, "x"_a, "prepared"_a, "y"_a, "n"_a);
+  module.def("decode_row_at", decode_row_at, "isa"_a, "weight"_a, "row"_a, "out"_a);
+  module.def(
+      "prepared_bytes",
+      [](const Weight& weight, int32_t planes) {
+        check_planes(planes);
+        return x_stride(x_spec(weight, planes));
+      },
+      "weight"_a, "planes"_a, "Of one row.");
   module.def("bench_prepare", bench_prepare, "isa"_a, "weight"_a, "planes"_a, "x"_a, "repeats"_a);
 }
 

@@ -22,6 +22,9 @@ double process_cpu_s() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
+// The compiler knows nothing of the value after this; costs no instruction.
+inline void keep(uint64_t& value) { asm volatile("" : "+r"(value)); }
+
 // body(thread) on all threads at once; the time from the moment when all have started.
 PassTime timed(int threads, const std::function<void(int)>& body) {
   std::atomic<int> waiting{threads};
@@ -102,6 +105,56 @@ PassTime matmul_pass(const KernelTable& kernels, const std::vector<Weight>& weig
         ahead = {later.weight, later.begin, later.end};
       }
       kernels.matmul(*item.weight, spec, x, n, y.data(), rows, item.begin, item.end, ahead);
+    }
+  });
+}
+
+PassTime program_pass(const KernelTable& kernels, const std::vector<Weight>& weights, const XSpec& spec, const float* x,
+                      std::byte* prepared, int64_t n, Pool& pool) {
+  const std::vector<Item> items = items_of(weights);
+  const int64_t rows = weights.front().rows;
+  const auto per_weight = static_cast<int64_t>(items.size() / weights.size());
+  std::vector<float> y(static_cast<size_t>(rows * n));
+  std::vector<Stage> preparing(weights.size());
+  std::vector<Stage> multiplying(weights.size());
+  for (size_t w = 0; w < weights.size(); ++w) {
+    preparing[w].reset(n);
+    multiplying[w].reset(per_weight);
+  }
+  const auto pass = [&](int) {
+    for (size_t w = 0; w < weights.size(); ++w) {
+      preparing[w].work([&](int64_t s) { kernels.prepare_x(spec, x + s * spec.cols, prepared + s * x_stride(spec)); });
+      multiplying[w].work([&](int64_t i) {
+        const size_t at = w * static_cast<size_t>(per_weight) + static_cast<size_t>(i);
+        const Item& item = items[at];
+        Ahead ahead;
+        const size_t later = at + static_cast<size_t>(pool.threads());
+        if (later < items.size()) {
+          ahead = {items[later].weight, items[later].begin, items[later].end};
+        }
+        kernels.matmul(*item.weight, spec, prepared, n, y.data(), rows, item.begin, item.end, ahead);
+      });
+    }
+  };
+  const double cpu = process_cpu_s();
+  const auto wall = std::chrono::steady_clock::now();
+  pool.run_open(pass);
+  const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - wall;
+  return {passed.count(), process_cpu_s() - cpu};
+}
+
+PassTime clock_pass(int64_t count, int threads) {
+  constexpr int64_t kUnrolled = 32;
+  return timed(threads, [count](int) {
+    uint64_t sum = 0;
+    uint64_t step = 3;
+    keep(step);
+    for (int64_t i = 0; i < count; i += kUnrolled) {
+#pragma GCC unroll 32
+      for (int64_t j = 0; j < kUnrolled; ++j) {
+        sum += step;
+        keep(sum);
+      }
     }
   });
 }
