@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,12 @@ class FakeOptions:
     strict: bool = False
     disable: tuple[str, ...] = ()
     fail_after: int | None = None
+    direct: str = "auto"
+    read_engine: str = "auto"
+    queue_depth: int | None = None
+    mirrors: tuple[Path, ...] = ()
+    split: tuple[Path, ...] = ()
+    tuned: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +89,7 @@ class FakeEngine:
     calls: list[tuple[str, Any]] = []  # noqa: RUF012 - reset by the fixture
     finish_reason = "length"
     name = "fake"
+    tuned = ""
     stop_names = ("<end>", "<user>")
     tokenizer = FakeTokenizer()
     chat_template: FakeTemplate | None = FakeTemplate()

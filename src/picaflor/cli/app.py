@@ -28,10 +28,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("picaflor.cli.chat", "Talk with a model in the terminal."),
     "inspect": ("picaflor.cli.inspect", "Formats, sizes and gaps of a container."),
     "capabilities": ("picaflor.cli.capabilities", "Which backend runs which operation on which format."),
+    "plan": ("picaflor.cli.plan", "Memory, placement and speed of a model before it is loaded."),
     "doctor": ("picaflor.cli.doctor", "Check this machine and one model, with a remedy per failure."),
     "convert": ("picaflor.cli.convert", "Make a container from a checkpoint."),
     "eval": ("picaflor.cli.eval", "Mean negative log-likelihood and perplexity of text files."),
     "verify": ("picaflor.cli.verify", "Every kernel against an independent oracle."),
+    "tune": ("picaflor.cli.tune", "Measure which options are fastest here, for one model."),
     "bench": ("picaflor.cli.bench", "Measure kernels and decoding."),
 }
 

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from picaflor import settings as table
 from picaflor.errors import BadContainer, UsageError
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
@@ -90,6 +91,30 @@ def read_prompt(word: str) -> str:
     return word
 
 
+TUNED_NAME = "tuned.json"
+
+
+def tuned_file(settings: Settings) -> Path | None:
+    """The file of tuned options: the one given, else the machine's own; None without a home."""
+    folder = table.state_folder()
+    return settings.tuned_file or (folder / TUNED_NAME if folder else None)
+
+
+def tuned_entries(settings: Settings) -> dict[str, Any]:
+    """What tune has kept, by machine and model; nothing where it is not wanted. Raises UsageError for a file that was
+    named and is not there."""
+    if not settings.tuned:
+        return {}
+    path = tuned_file(settings)
+    if path is None or not path.exists():
+        if settings.tuned_file is not None:
+            raise UsageError(f"--tuned-file: {path} is no file")
+        return {}
+    from picaflor.runtime.machine import StateFile
+
+    return StateFile(path, warn=Progress().warn).read()
+
+
 def engine_options(settings: Settings) -> EngineOptions:
     """The engine's part of the settings."""
     from picaflor.runtime.engine import EngineOptions
@@ -114,6 +139,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         strict=settings.strict,
         disable=settings.disable,
         fail_after=settings.fail_after,
+        tuned=tuned_entries(settings),
     )
 
 
@@ -128,6 +154,8 @@ def open_engine(word: str | None, settings: Settings) -> Iterator[Engine]:
         progress.clear()
         if path is None:
             print(DEMO_LINE, file=sys.stderr, flush=True)
+        if engine.tuned:
+            print(f"tuned for this machine and model: {engine.tuned} (--no-tuned leaves it)", file=sys.stderr)
         try:
             yield engine
         finally:

@@ -32,7 +32,7 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
 
     The continuation goes to stdout as it is produced, everything else to stderr.
     """
-    model, prompt_word = model_and_prompt(words)
+    model, prompt_word = model_and_prompt(compat_words(words, settings))
     prompt = read_prompt(prompt_word)
     with open_engine(model, settings) as engine:
         ids = prompt_ids(engine, prompt, chat=settings.chat)
@@ -49,6 +49,22 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
             from picaflor.telemetry.report import as_json
 
             print(json.dumps({"text": text, "finish_reason": engine.finish_reason, "record": as_json(engine.record())}))
+
+
+def compat_words(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
+    """The words, completed from the C engine's variables under --compat-env; else one line where they look meant."""
+    found = table.c_engine()
+    if not settings.compat_env:
+        if found.model is not None and len(words) < 2:
+            print("SNAP is set and not used: --compat-env takes the C engine's variables", file=sys.stderr, flush=True)
+        return words
+    for line in found.lines:
+        print(f"--compat-env: {line}", file=sys.stderr, flush=True)
+    if not words and found.prompt is not None:
+        words = (found.prompt,)
+    if len(words) == 1 and found.model is not None:
+        words = (found.model, *words)
+    return words
 
 
 def end_line(engine: Engine) -> str:

@@ -162,6 +162,11 @@ class Engine:
         return self.plan.backend.threads
 
     @property
+    def tuned(self) -> str:
+        """The options that tune has kept and that this run uses, in words; empty if none."""
+        return self.plan.tuned
+
+    @property
     def isa(self) -> str:
         """Instruction set of the kernels."""
         return self.plan.backend.isa

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from picaflor.formats.kv import get as kv_format
 from picaflor.models.base import DraftForward, Forward, Model, Scope
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
-from picaflor.runtime import sidefile
+from picaflor.runtime import sidefile, tune
 from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
@@ -79,7 +79,8 @@ class HostBackend(Backend, Protocol):
 class EngineOptions:
     """What a user may choose; None means that the plan decides. Sizes in bytes.
 
-    `sequences` is how many sequences of `context` tokens the key-value cache holds at once.
+    `sequences` is how many sequences of `context` tokens the key-value cache holds at once. `tuned`: what tune kept, by
+    machine and model; it fills in what is left to the plan.
     """
 
     ram_bytes: int | None = None
@@ -103,6 +104,7 @@ class EngineOptions:
     queue_depth: int | None = None
     mirrors: tuple[Path, ...] = ()
     split: tuple[Path, ...] = ()
+    tuned: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ class Plan:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     resident_memory: list[NDArray[np.uint8]]
+    tuned: str = ""
 
     def close(self) -> None:
         """Free the experts' memory and close all files."""
@@ -280,7 +283,9 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
             group_size=options.group_size,
             notices=notices,
         )
+        options, tuned = tune.applied(options, model, index, notices)
         plan = _assemble(path, container, model, index, options, notices, progress)
+        plan.tuned = tuned
         store = plan.store
         if store is not None and plan.ledger.all_resident:
             store.preload(lambda done, total: progress("loading experts", done, total))

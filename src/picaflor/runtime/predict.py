@@ -16,15 +16,6 @@ Misses = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Experts of each MoE layer, those of them in memory, and experts chosen per token: one entry per layer."""
-
-    experts: tuple[int, ...]
-    resident: tuple[int, ...]
-    top_k: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Speed:
     """A prediction. `seconds`: parts of one token's time by name; `limit` is the largest of them."""
 
@@ -50,11 +41,10 @@ def uniform_misses(experts: int, resident: int, top_k: int) -> Misses:
     }
 
 
-def misses_of(counts: Sequence[int]) -> Misses:
-    """From counted misses, one number per token and layer. Raises ValueError for none."""
-    if not counts:
-        raise ValueError("no counted misses")
-    return {m: counts.count(m) / len(counts) for m in sorted(set(counts))}
+def independent_misses(hit_rate: float, top_k: int) -> Misses:
+    """When each of a token's experts is there with the same probability, whatever the others are: binomial."""
+    miss = 1 - hit_rate
+    return {m: math.comb(top_k, m) * miss**m * hit_rate ** (top_k - m) for m in range(top_k + 1)}
 
 
 def predict(

@@ -20,9 +20,10 @@ from picaflor.models.blocks.moe import MoE
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import plan as planning
-from picaflor.runtime import sidefile
+from picaflor.runtime import sidefile, tune
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.plan import EngineOptions, Residents
+from picaflor.runtime.reading import Reading
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.store.budget import Item, Ledger, Source, fit, process_memory
 from picaflor.store.reader import ExpertFiles
@@ -31,13 +32,14 @@ from picaflor.store.store import WORKING_SLOTS
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A model that could be run. Close `container` when done."""
+    """A model that could be run. Close it when done."""
 
     path: Path
     container: Container
     model: Model
     index: ModelIndex
     files: ExpertFiles | None
+    reading: Reading
     options: EngineOptions
     ledger: Ledger
     context: int
@@ -54,7 +56,12 @@ class Sketch:
     @property
     def complete(self) -> bool:
         """Whether the files are here in full, not only their headers."""
-        return all(shard.path.stat().st_size >= shard.nbytes for shard in self.container.shards)
+        return _complete(self.container)
+
+    def close(self) -> None:
+        """Close all files."""
+        self.reading.close()
+        self.container.close()
 
     @property
     def experts(self) -> int:
@@ -80,6 +87,10 @@ class Sketch:
         return fit(sources, items, nbytes, counts, wanted_slots=wanted, working_slots=WORKING_SLOTS)
 
 
+def _complete(container: Container) -> bool:
+    return all(shard.path.stat().st_size >= shard.nbytes for shard in container.shards)
+
+
 def _raised(source: Source, extra: int) -> Source:
     return source if source.nbytes is None else replace(source, nbytes=source.nbytes + extra)
 
@@ -90,7 +101,7 @@ def _of_experts(item: Item) -> bool:
 
 def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
     """Plan a run of the model in a folder. Raises what errors.py names; nothing stays open then."""
-    container = Container.open(path, headers_only=True)
+    container = Container.open(path, extra_dirs=options.split, headers_only=True)
     try:
         for text in container.notes:
             notices.note(text)
@@ -100,6 +111,7 @@ def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
             group_size=options.group_size,
             notices=notices,
         )
+        options, _ = tune.applied(options, model, index, notices)
         return _sketch(path, container, model, index, options, notices)
     except BaseException:
         container.close()
@@ -116,7 +128,9 @@ def _sketch(
     held = process_memory()
     backend = planning.load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
-    files = ExpertFiles(container, experts) if experts else None
+    charged = held.charged if held else 0
+    reading = planning.read_plan(container, experts, options, charged, notices) if _complete(container) else Reading()
+    files = ExpertFiles(container, experts, blocks=reading.direct_shards) if experts else None
     layouts = files.layouts if files is not None else planning.no_layouts
     residents = Residents(index, backend, layouts, allocate=_Blank(index))
     residents.blank_vectors()
@@ -126,13 +140,14 @@ def _sketch(
         max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
     )
     planning.record_forward(recorder, model, residents, options)
-    ledger = planning.ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
+    ledger = planning.ledger_of(options, model, backend, residents, files, pool, charged)
     return Sketch(
         path=path,
         container=container,
         model=model,
         index=index,
         files=files,
+        reading=reading,
         options=options,
         ledger=ledger,
         context=context,

@@ -187,14 +187,15 @@ def measure_reads(plan: Sketch) -> Reads | None:
         return None
     top_k = max(block.router.top_k for block in plan.moe)
     blocks = plan.moe[:: max(1, len(plan.moe) // READ_LAYERS)]
-    files = ExpertFiles(plan.container, {block.layer: plan.index.experts[block.layer] for block in blocks})
+    experts = {block.layer: plan.index.experts[block.layer] for block in blocks}
+    files = ExpertFiles(plan.container, experts, blocks=plan.reading.direct_shards)
     slots = {block.layer: min(top_k, max(1, block.router.experts - top_k)) for block in blocks}
     rng = np.random.Generator(np.random.PCG64(1))
     points = sorted({1, 2, max(1, top_k // 2), top_k})
     before = physical_read_bytes()
     total = 0
     found: dict[int, float] = {0: 0.0}
-    with planning.open_store(files, slots, WORKING_SLOTS, plan.options) as store:
+    with planning.open_store(files, slots, WORKING_SLOTS, plan.reading, plan.notices) as store:
         for count in points:
             times = _requests(store, blocks, count, rng)
             found[count] = sum(times) / len(times)

@@ -1,0 +1,272 @@
+"""A model's speed before it is loaded: what was measured here, what a plan places where, and the price of each change.
+
+Ties sketches, trials, replays and the arithmetic of a prediction together; must not print.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from picaflor.errors import OutOfBudget, UsageError
+from picaflor.formats import REGISTRY
+from picaflor.runtime.machine import StateFile, fingerprint, machine_fingerprint, model_fingerprint
+from picaflor.runtime.predict import Misses, Speed, independent_misses, predict, uniform_misses
+from picaflor.runtime.sketch import Sketch, token_bytes
+from picaflor.runtime.trial import Compute, Reads, measure_compute, measure_reads
+from picaflor.store.budget import Ledger
+
+if TYPE_CHECKING:
+    from picaflor.store.routes import Routes
+
+MORE_RAM = 16 << 30
+INT3 = "int3-g64"
+INT3_LOSS = ""
+ASSUMED_PART = 0.6
+"""Part of memory's rate that multiplying reaches, where the rate is given and nothing is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something else one could have: what it is, what it gives, or why that cannot be told."""
+
+    name: str
+    speed: Speed | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """`speed` None: the disk's rate is not known. `ceiling` is the speed with all experts in memory."""
+
+    compute: Compute
+    reads: Reads | None
+    rates_from: str
+    routes_from: str
+    speed: Speed | None
+    ceiling: Speed
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    compute: Compute
+    reads: Reads | None
+    said: str
+
+
+def forecast(
+    plan: Sketch,
+    state: StateFile,
+    *,
+    routes: Routes | None = None,
+    memory_rate: int | None = None,
+    disk_rate: int | None = None,
+    fresh: bool = False,
+) -> Forecast:
+    """Predict. Rates are those given, else those kept in `state`, else measured now and kept; `fresh` measures anew.
+
+    Raises UsageError for routes of another model, ReadFailed.
+    """
+    if routes is not None:
+        _check_routes(plan, routes)
+    measured = _rates(plan, state, memory_rate, disk_rate, fresh)
+    guess = _Guess(plan, measured, routes)
+    return Forecast(
+        compute=measured.compute,
+        reads=measured.reads,
+        rates_from=measured.said,
+        routes_from=_routes_in_words(routes),
+        speed=guess.speed(plan.ledger),
+        ceiling=guess.all_resident(),
+        changes=tuple(guess.changes()) if plan.moe else (),
+    )
+
+
+def _routes_in_words(routes: Routes | None) -> str:
+    if routes is None:
+        return "no routes given: every expert taken to be wanted equally often, which real routes beat"
+    return f"replay of {len(routes)} recorded requests"
+
+
+def _check_routes(plan: Sketch, routes: Routes) -> None:
+    wanted = {block.layer: block.router.experts for block in plan.moe}
+    found = {layer.layer: layer.experts for layer in routes.layers}
+    if wanted != found:
+        raise UsageError(
+            f"--replay: routes of {routes.model or 'a model'}: {len(found)} layers of at most "
+            f"{max(found.values(), default=0)} experts; this model has {len(wanted)} of at most "
+            f"{max(wanted.values(), default=0)}"
+        )
+
+
+class _Guess:
+    """Predictions for one model, with other memory, other reads, other experts."""
+
+    def __init__(self, plan: Sketch, measured: _Measured, routes: Routes | None) -> None:
+        self._plan = plan
+        self._measured = measured
+        self._routes = routes
+
+    def all_resident(self) -> Speed:
+        """With every expert in memory."""
+        none: Misses = {0: 1.0}
+        return self._predict([none] * len(self._plan.moe), read_s=(0.0,))
+
+    def speed(self, ledger: Ledger, *, read_share: float = 1.0, expert_share: float = 1.0) -> Speed | None:
+        """With this placement, reads in this part of their time and experts of this part of their size."""
+        if ledger.all_resident:
+            return self._predict([{0: 1.0}] * len(self._plan.moe), read_s=(0.0,), expert_share=expert_share)
+        reads = self._measured.reads
+        if reads is None:
+            return None
+        seconds = [value * read_share * expert_share for value in reads.seconds]
+        return self._predict(self._misses(ledger), read_s=seconds, expert_share=expert_share)
+
+    def _misses(self, ledger: Ledger) -> list[Misses]:
+        blocks = self._plan.moe
+        if self._routes is None:
+            slots = [min(ledger.slots[block.layer], block.router.experts) for block in blocks]
+            return [
+                uniform_misses(block.router.experts, held, block.router.top_k)
+                for block, held in zip(blocks, slots, strict=True)
+            ]
+        from picaflor.store.replay import replay
+
+        found = replay(self._routes, slots=ledger.slots, working_slots=ledger.working_slots, policy="auto")
+        return [independent_misses(_rate(*found.by_layer[block.layer]), block.router.top_k) for block in blocks]
+
+    def _predict(self, misses: Sequence[Misses], *, read_s: Sequence[float], expert_share: float = 1.0) -> Speed:
+        compute = self._measured.compute
+        experts_s = compute.experts_s * expert_share
+        nbytes = self._plan.expert_bytes // max(self._plan.experts, 1)
+        return predict(
+            misses,
+            [block.router.top_k for block in self._plan.moe],
+            step_s=compute.step_s - compute.experts_s + experts_s,
+            experts_s=experts_s,
+            read_s=read_s,
+            expert_bytes=int(nbytes * expert_share),
+        )
+
+    def changes(self) -> list[Change]:
+        """What each change would give."""
+        ledger = self._plan.ledger
+        more = self._plan.ledger_with(MORE_RAM)
+        resident = ledger.all_resident
+        changes = [
+            Change("16 GiB more RAM", self.speed(more), "all experts fit already" if resident else ""),
+            Change(
+                "a second drive as fast as this one",
+                self.speed(ledger, read_share=0.5),
+                "nothing is read while decoding" if resident else "",
+            ),
+        ]
+        share = int3_share(self._plan)
+        if share < 1:
+            try:
+                smaller = self._plan.ledger_with(0, expert_share=share)
+                changes.append(Change(f"{INT3} experts", self.speed(smaller, expert_share=share), INT3_LOSS))
+            except OutOfBudget as error:
+                changes.append(Change(f"{INT3} experts", None, str(error)))
+        changes.append(Change("a GPU", None, self._gpu()))
+        return changes
+
+    def _gpu(self) -> str:
+        sizes = token_bytes(self._plan.model, self._plan.index)
+        resident = sum(nbytes for name, nbytes in sizes.items() if name != "experts")
+        return (
+            f"would need {resident / 1e9:.1f} GB of its memory for all but the experts, "
+            f"{(resident + self._plan.expert_bytes) / 1e9:.1f} GB for all; its speed can be told where there is one"
+        )
+
+
+def _rate(hits: int, loads: int) -> float:
+    return hits / (hits + loads) if hits + loads else 1.0
+
+
+def int3_share(plan: Sketch) -> float:
+    """Bytes of the experts in int3-g64 as a part of what they have now."""
+    form = REGISTRY[INT3]
+    small = now = 0
+    for block in plan.moe:
+        for expert in plan.index.experts[block.layer]:
+            now += expert.nbytes
+            small += sum(form.nbytes(m.rows, m.cols) for m in expert.matrices)
+    return small / now if now else 1.0
+
+
+def _rates(plan: Sketch, state: StateFile, memory_rate: int | None, disk_rate: int | None, fresh: bool) -> _Measured:
+    said: list[str] = []
+    compute = _compute(plan, state, memory_rate, fresh, said)
+    reads = _reads(plan, state, disk_rate, fresh, said)
+    return _Measured(compute, reads, ", ".join(said))
+
+
+def _compute(plan: Sketch, state: StateFile, memory_rate: int | None, fresh: bool, said: list[str]) -> Compute:
+    if memory_rate is not None:
+        said.append(f"multiplying: {ASSUMED_PART:.0%} of --memory-rate")
+        sizes = token_bytes(plan.model, plan.index)
+        rate = memory_rate * ASSUMED_PART
+        return Compute(sum(sizes.values()) / rate, sizes.get("experts", 0) / rate, float(memory_rate))
+    options = plan.options
+    key = fingerprint(
+        [
+            "compute",
+            machine_fingerprint(),
+            model_fingerprint(plan.model, plan.index),
+            [plan.threads, plan.isa, options.precision, list(options.disable)],
+        ]
+    )
+    kept = None if fresh else state.get(key)
+    try:
+        if kept is not None:
+            found = Compute(float(kept["step_s"]), float(kept["experts_s"]), float(kept["memory_bytes_per_s"]))
+            said.append("multiplying: measured earlier")
+            return found
+    except (KeyError, TypeError, ValueError):
+        said.append("multiplying: what was kept is damaged")
+    found = measure_compute(plan)
+    state.put(
+        key,
+        {"step_s": found.step_s, "experts_s": found.experts_s, "memory_bytes_per_s": found.memory_bytes_per_s},
+    )
+    said.append("multiplying: measured now")
+    return found
+
+
+def _reads(plan: Sketch, state: StateFile, disk_rate: int | None, fresh: bool, said: list[str]) -> Reads | None:
+    if not plan.moe:
+        return None
+    top_k = max(block.router.top_k for block in plan.moe)
+    nbytes = plan.expert_bytes // plan.experts
+    if disk_rate is not None:
+        said.append("reads: --disk-rate")
+        return Reads(tuple(m * nbytes / disk_rate for m in range(top_k + 1)), nbytes, None)
+    key = fingerprint(["reads", machine_fingerprint(), _device(plan.path), nbytes, top_k, read_options(plan)])
+    kept = None if fresh else state.get(key)
+    if kept is not None and isinstance(kept.get("seconds"), list) and len(kept["seconds"]) == top_k + 1:
+        said.append("reads: measured earlier")
+        return Reads(tuple(map(float, kept["seconds"])), nbytes, kept.get("storage_share"))
+    found = measure_reads(plan)
+    if found is None:
+        said.append("reads: unknown, the files are not here (--disk-rate)")
+        return None
+    entry: Mapping[str, Any] = {"seconds": list(found.seconds), "storage_share": found.storage_share}
+    state.put(key, entry)
+    said.append("reads: measured now")
+    return found
+
+
+def read_options(plan: Sketch) -> list[object]:
+    """The options that change how reads are made."""
+    reading = plan.reading
+    weights = reading.mirror is not None
+    return [reading.engine, reading.depth, sorted(set(reading.blocks.values())), weights]
+
+
+def _device(path: Path) -> int:
+    return os.stat(path).st_dev

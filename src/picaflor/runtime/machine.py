@@ -1,0 +1,112 @@
+"""What was measured on this machine, kept between runs: rates for `plan`, tuned options for `run`.
+
+Knows files of state and fingerprints; must not measure. A file that cannot be read counts as empty and one that cannot
+be written is a warning: neither ever stops a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from picaflor.container.strict_json import show_path
+from picaflor.errors import WriteFailed
+from picaflor.models.base import Model
+from picaflor.models.loading import ModelIndex
+
+VERSION = 1
+MOST_BYTES = 4 << 20
+_PROC = Path("/proc")
+
+
+def fingerprint(value: object) -> str:
+    """20 hexadecimal digits that stand for JSON data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def machine_fingerprint(*, proc: Path = _PROC) -> str:
+    """Stands for the processor's name, the number of processors and the memory: what rates depend on."""
+    name = next(
+        (line.partition(":")[2].strip() for line in _lines(proc / "cpuinfo") if line.startswith("model name")), ""
+    )
+    total = next((line.split()[1] for line in _lines(proc / "meminfo") if line.startswith("MemTotal:")), "")
+    return fingerprint([platform.machine(), name or platform.processor(), os.cpu_count(), total])
+
+
+def model_fingerprint(model: Model, index: ModelIndex) -> str:
+    """Stands for a model's sizes and formats: what its speed depends on."""
+    matrices = [[m.name, m.format, m.rows, m.cols, m.group_size] for m in index.matrices.values()]
+    experts = [
+        [layer, len(found), sorted({(m.format, m.rows, m.cols) for expert in found for m in expert.matrices})]
+        for layer, found in index.experts.items()
+    ]
+    return fingerprint([model.family, len(model.layers), matrices, experts])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+class StateFile:
+    """A small JSON file of entries by name; `path` None: nothing is known and nothing is kept."""
+
+    def __init__(self, path: Path | None, *, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+
+    def read(self) -> dict[str, Any]:
+        """All entries; none where the file is missing, of another version or not readable."""
+        if self._path is None:
+            return {}
+        try:
+            data = self._path.read_bytes()[: MOST_BYTES + 1]
+            value = json.loads(data) if len(data) <= MOST_BYTES else None
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            self._warn(f"{show_path(self._path)}: ignored: {error}")
+            return {}
+        entries = value.get("entries") if isinstance(value, dict) and value.get("version") == VERSION else None
+        if not isinstance(entries, dict):
+            self._warn(f"{show_path(self._path)}: ignored: no state file of version {VERSION}")
+            return {}
+        return entries
+
+    def get(self, name: str) -> Mapping[str, Any] | None:
+        """One entry."""
+        found = self.read().get(name)
+        return found if isinstance(found, dict) else None
+
+    def put(self, name: str, entry: Mapping[str, Any]) -> bool:
+        """Keep one entry; the file is replaced as a whole. False and a warning where that fails."""
+        if self._path is None:
+            return False
+        entries = {**self.read(), name: dict(entry)}
+        try:
+            write_json(self._path, {"version": VERSION, "entries": entries})
+        except WriteFailed as error:
+            self._warn(str(error))
+            return False
+        return True
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a file so that it is there in full or not at all. Raises WriteFailed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise WriteFailed(f"{show_path(path)}: cannot be written: {error.strerror}") from error

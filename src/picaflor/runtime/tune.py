@@ -1,0 +1,164 @@
+"""Which options are fastest on this machine for one model: tried in pairs, in both orders, kept only beyond noise.
+
+Knows option names and rates; must not know how a rate is measured. Only options that cannot change a token are tried,
+and the contract of exactness says which those are: threads, and how experts are read.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from picaflor.models.base import Model
+from picaflor.models.config import Notices
+from picaflor.models.loading import ModelIndex
+from picaflor.runtime.machine import fingerprint, machine_fingerprint, model_fingerprint
+
+LEAST_GAIN = 0.03
+TAIL_FACTOR = 1.2
+"""Most that the 99th percentile of a step may grow."""
+
+Options = Mapping[str, int | str]
+TUNABLE: Mapping[str, type] = {
+    "threads": int,
+    "direct": str,
+    "read_engine": str,
+    "read_threads": int,
+    "queue_depth": int,
+}
+_WORDS = {"direct": ("auto", "on", "off"), "read_engine": ("auto", "threads", "io_uring")}
+_MOST = {"threads": 1024, "read_threads": 256, "queue_depth": 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement: tokens per second of each repeat, and the 99th percentile of a step in seconds."""
+
+    rates: tuple[float, ...]
+    step_p99_s: float
+
+    @property
+    def rate(self) -> float:
+        """Median of the repeats."""
+        return statistics.median(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Half of the range of the repeats, as a part of their median: what is noise."""
+        return (max(self.rates) - min(self.rates)) / 2 / self.rate
+
+
+Measure = Callable[[Options], Sample]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One comparison. `gains`: with the candidate first and with it last; `noise` is the larger spread."""
+
+    option: str
+    value: int | str
+    gains: tuple[float, float]
+    noise: float
+    tail: float
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was found. `before` and `after` are tokens per second, of the first and the last measurement of each."""
+
+    options: Options
+    before: float
+    after: float
+    steps: tuple[Step, ...]
+
+
+def search(
+    axes: Mapping[str, Sequence[int | str]],
+    measure: Measure,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tuned:
+    """Try every value of every option against the best so far; what gains less than 3 % beyond noise is not kept."""
+    best: dict[str, int | str] = {}
+    steps: list[Step] = []
+    total = sum(map(len, axes.values()))
+    first: float | None = None
+    last = 0.0
+    for option, values in axes.items():
+        for value in values:
+            progress(len(steps), total)
+            pairs = []
+            for candidate_first in (False, True):
+                with_it = {**best, option: value}
+                ahead, behind = (with_it, best) if candidate_first else (best, with_it)
+                samples = (measure(ahead), measure(behind))
+                pairs.append(samples[::-1] if candidate_first else samples)
+            first = pairs[0][0].rate if first is None else first
+            step = _compared(option, value, pairs)
+            steps.append(step)
+            last = statistics.median(pair[1 if step.kept else 0].rate for pair in pairs)
+            if step.kept:
+                best[option] = value
+    progress(total, total)
+    return Tuned(best, first or 0.0, last, tuple(steps))
+
+
+def _compared(option: str, value: int | str, pairs: Sequence[tuple[Sample, Sample]]) -> Step:
+    """Judge a candidate from two (now, with it) pairs, one in each order."""
+    gains = tuple(new.rate / now.rate - 1 for now, new in pairs)
+    noise = max(sample.spread for pair in pairs for sample in pair)
+    tail = max(new.step_p99_s / now.step_p99_s if now.step_p99_s else 1.0 for now, new in pairs)
+    kept = min(gains) - noise >= LEAST_GAIN and tail <= TAIL_FACTOR
+    return Step(option, value, (gains[0], gains[1]), noise, tail, kept)
+
+
+def axes(*, threads: int, streams: bool, engines: Sequence[str], readers: int) -> dict[str, list[int | str]]:
+    """What is worth trying: `threads` are granted, `streams` says that experts are read while decoding, `engines` are
+    the read engines that work here, `readers` is how many reads are under way now."""
+    found: dict[str, list[int | str]] = {"threads": [n for n in (threads // 2, threads - 1) if 0 < n < threads]}
+    found["threads"] = list(dict.fromkeys(found["threads"]))
+    if streams:
+        found["direct"] = ["on", "off"]
+        found["read_engine"] = [engine for engine in engines if engine != "threads"]
+        found["read_threads"] = [n for n in (4, 8, 16, 32) if n != readers]
+        found["queue_depth"] = [n for n in (4, 16, 32) if "io_uring" in engines]
+    return {name: values for name, values in found.items() if values}
+
+
+def key_of(model: Model, index: ModelIndex) -> str:
+    """Under which name options are kept: machine and model together."""
+    return fingerprint([machine_fingerprint(), model_fingerprint(model, index)])
+
+
+def applied(options: Any, model: Model, index: ModelIndex, notices: Notices) -> tuple[Any, str]:
+    """(engine options with the tuned ones where the user gave none, which those are in words, empty if none).
+
+    `options.tuned` are the kept entries by key. An entry that is no such thing is told and left out.
+    """
+    if not options.tuned:
+        return options, ""
+    entry = options.tuned.get(key_of(model, index))
+    values = entry.get("options") if isinstance(entry, Mapping) else None
+    if not isinstance(values, Mapping):
+        return options, ""
+    taken: dict[str, int | str] = {}
+    for name, value in values.items():
+        if not _valid(name, value):
+            notices.tell(f"tuned options: {name} {value!r:.40} is none that tune writes: left out")
+        elif getattr(options, name) in (None, "auto"):
+            taken[name] = value
+    return replace(options, **taken), in_words(taken)
+
+
+def _valid(name: object, value: object) -> bool:
+    if name not in TUNABLE or type(value) is not TUNABLE[str(name)]:
+        return False
+    return value in _WORDS[str(name)] if isinstance(value, str) else 0 < int(str(value)) <= _MOST[str(name)]
+
+
+def in_words(options: Options) -> str:
+    """As `threads 2, queue depth 16`."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items())
