@@ -212,7 +212,17 @@ class Settings:
         },
     )
     backend: str = _option(
-        _choice("auto", "cpu"), "auto", "Device that computes.", (*ENGINE_COMMANDS, "capabilities", "verify")
+        _choice("auto", "cpu", "cuda", "rocm"),
+        "auto",
+        "Device that computes; auto is the CPU.",
+        (*ENGINE_COMMANDS, "capabilities", "verify"),
+    )
+    vram: int | None = _option(
+        _size(),
+        None,
+        "Most memory of the GPU: weights, cache and work first, experts in the rest.",
+        ENGINE_COMMANDS,
+        unset="0.92 of what is free",
     )
     precision: str = _option(
         _choice("fast", "standard", "exact"),

@@ -136,6 +136,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         mirrors=tuple(Path(folder).expanduser() for folder in settings.mirror),
         group_size=settings.group_size,
         latent_norm_eps=settings.latent_norm_eps,
+        vram_bytes=settings.vram,
         strict=settings.strict,
         disable=settings.disable,
         fail_after=settings.fail_after,

@@ -36,7 +36,8 @@ from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_mem
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
-BACKENDS = ("cpu",)
+BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda"}
+"""By name, the package under `backends` that has it."""
 DEFAULT_CONTEXT = 4096
 DEFAULT_CHUNK = 256
 MAX_LOGIT_BYTES = 64 << 20
@@ -55,8 +56,13 @@ Progress = Callable[[str, int, int], None]
 
 
 class HostBackend(Backend, Protocol):
-    """A backend whose weights stay in host memory that it hands out."""
+    """A backend whose weights stay in host memory that it hands out, or come from there.
 
+    `on_device`: it computes in memory of its own. Pages of the cache are there and cost no host memory, and
+    `takes_experts(resident_bytes, expert_bytes)` says whether all experts fit beside such matrices.
+    """
+
+    on_device: bool
     isa: str
     threads: int
     precision: Precision
@@ -71,7 +77,11 @@ class HostBackend(Backend, Protocol):
         ...
 
     def workspace_bytes(self) -> int:
-        """Bytes of buffers of all recorders so far, key-value planes not counted."""
+        """Bytes of host memory for buffers of all recorders so far, key-value planes not counted."""
+        ...
+
+    def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
+        """Whether no expert has to stay in host memory; False for a backend that is the host."""
         ...
 
 
@@ -94,6 +104,7 @@ class EngineOptions:
     read_threads: int | None = None
     group_size: int | None = None
     latent_norm_eps: float | None = None
+    vram_bytes: int | None = None
     strict: bool = False
     disable: tuple[str, ...] = ()
     fail_after: int | None = None
@@ -150,9 +161,10 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     if name not in BACKENDS:
         raise UnsupportedKernel(f"backend {name} is not in this version; accepted: auto, {', '.join(BACKENDS)}")
     try:
-        module: Any = importlib.import_module(f"picaflor.backends.{name}.backend")
+        module: Any = importlib.import_module(f"picaflor.backends.{BACKENDS[name]}.backend")
     except ImportError as error:
         raise UnsupportedKernel(f"backend {name} cannot start: {error}") from error
+    device: dict[str, Any] = {} if name == "cpu" else {"backend": name, "vram_bytes": options.vram_bytes}
     backend: HostBackend = module.open_backend(
         threads=options.threads,
         precision=options.precision,
@@ -161,6 +173,7 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
         strict=options.strict,
         notice=notice,
         fail_after=options.fail_after,
+        **device,
     )
     return backend
 
@@ -457,16 +470,21 @@ def ledger_of(
     items = [
         Item("this program", held),
         Item("resident weights", residents.nbytes),
-        Item(f"key-value cache ({pool.pages * pool.page_tokens} tokens)", kv_bytes, "--ctx"),
+        Item(f"key-value cache ({pool.pages * pool.page_tokens} tokens)", 0 if backend.on_device else kv_bytes, "--ctx"),
         Item("work buffers", backend.workspace_bytes() + RUNTIME_BYTES, "--prefill-chunk"),
     ]
     layers = files.layers if files is not None else ()
+    wanted_slots = options.expert_slots
+    if wanted_slots is None and files is not None:
+        total = sum(files.slot_nbytes(layer) * files.count(layer) for layer in layers)
+        if backend.takes_experts(residents.nbytes, total):
+            wanted_slots = 1  # they pass through the host once
     return fit(
         memory_sources(options.ram_bytes, held=held, threads=backend.threads + (options.read_threads or READ_THREADS)),
         items,
         {layer: files.slot_nbytes(layer) for layer in layers} if files is not None else {},
         {layer: files.count(layer) for layer in layers} if files is not None else {},
-        wanted_slots=options.expert_slots,
+        wanted_slots=wanted_slots,
         working_slots=WORKING_SLOTS,
     )
 

@@ -44,6 +44,7 @@ class CpuBackend:
     """
 
     name = capabilities.BACKEND
+    on_device = False
 
     def __init__(
         self,
@@ -137,6 +138,10 @@ class CpuBackend:
     def isa_of(self, cell: Cell) -> str:
         """The instruction set of the kernels behind a selected cell."""
         return capabilities.SCALAR_ISA if cell.backend == capabilities.SCALAR else self.isa
+
+    def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
+        """False: what they would come from is what they would go to."""
+        return False
 
     def workspace_bytes(self) -> int:
         """Bytes that buffers of all recorders so far can come to, key-value planes not counted."""
