@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 import picaflor._native as _native
-from picaflor.backends.api import Precision, Vector, Weight
+from picaflor.backends.api import ExpertProvider, Precision, Vector, Weight
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.threads import default_threads
@@ -63,12 +63,22 @@ def _no_device() -> str:
     return "torch sees no device"
 
 
+SCRATCH_BYTES: Final = 1 << 29
+"""Left free on the device for attention's scores, prepared rows and products under way."""
+EXPERT_ROOM: Final = 1.02
+"""Slots are as wide as the widest expert and its padding."""
+DEVICE_SHARE: Final = 0.92
+"""Part of the device's free memory that is used where `--vram` does not say."""
+
+
 class CudaBackend:
     """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
 
     `calls` counts steps that ran on the device, by operation. Raises UsageError for a precision that there is not,
     UnsupportedKernel where no device can be used.
     """
+
+    on_device = True
 
     def __init__(
         self,
@@ -78,6 +88,8 @@ class CudaBackend:
         precision: Precision = "standard",
         table: CapabilityTable | None = None,
         fail_after: int | None = None,
+        vram_bytes: int | None = None,
+        notice: Callable[[str], None] | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise UsageError(f"--precision {precision}: this version has {', '.join(PRECISIONS)}")
@@ -88,8 +100,10 @@ class CudaBackend:
         self.table = capabilities.declare(CapabilityTable(), backend) if table is None else table
         self.calls: Counter[str] = Counter()
         self._fail_after = fail_after
+        self._vram_bytes = vram_bytes
+        self._notice = notice
         self._matrices = Matrices(self.device)
-        self._tier = ExpertTier(self.device, precision)
+        self.tier = ExpertTier(self.device, precision, free=self._free_bytes, notice=self._tell)
         self._recorders: list[CudaRecorder] = []
         self._sampled = False
 
@@ -123,10 +137,10 @@ class CudaBackend:
             device=self.device,
             precision=self.precision,
             table=self.table,
-            tier=self._tier,
+            tier=self.tier,
             twin=twin,
             allowed=self._allowed,
-            ready=self._matrices.copy_all,
+            ready=self._ready,
             max_rows=max_rows,
             max_outputs=max_outputs,
             page_tokens=page_tokens,
@@ -156,6 +170,35 @@ class CudaBackend:
     def kv_bytes(self) -> int:
         """Bytes of key-value pages that have been written to so far, on the device."""
         return sum(recorder.kv_bytes() for recorder in self._recorders)
+
+    def vram_used(self) -> int:
+        """Bytes of the device that matrices, buffers and pages take; experts are not counted."""
+        buffers = sum(recorder.workspace_bytes() + recorder.plane_bytes() for recorder in self._recorders)
+        return self._matrices.nbytes + buffers
+
+    def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
+        """Whether all experts fit on the device beside matrices of so many bytes, with a reserve for their slots."""
+        waiting = max(0, resident_bytes - self._matrices.nbytes)
+        return expert_bytes * EXPERT_ROOM <= self._free_bytes() - waiting
+
+    def _free_bytes(self) -> int:
+        """What is left for experts when all else is there: dense weights, pages and work come first."""
+        used = self.vram_used() + SCRATCH_BYTES
+        if self._vram_bytes is not None:
+            return max(0, self._vram_bytes - used)
+        if self.device.type == "cpu":
+            return 1 << 62
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(0, int(free * DEVICE_SHARE) - SCRATCH_BYTES)
+
+    def _ready(self, experts: ExpertProvider | None) -> None:
+        """What must be on the device before a program runs."""
+        self._matrices.copy_all()
+        self.tier.prepare(experts)
+
+    def _tell(self, text: str) -> None:
+        if self._notice is not None:
+            self._notice(text)
 
     def _allowed(self, op: str) -> None:
         """Count a call of the device. Raises DeviceFailed for one that is to fail."""
@@ -192,6 +235,7 @@ def open_backend(
     strict: bool = False,
     notice: Callable[[str], None] | None = None,
     fail_after: int | None = None,
+    vram_bytes: int | None = None,
 ) -> CudaBackend:
     """The backend as options describe it. `isa` names instruction sets of the CPU and changes nothing here.
 
@@ -199,4 +243,12 @@ def open_backend(
     """
     table = capabilities.declare(CapabilityTable(strict=strict, notice=notice), backend)
     table.disable(disable)
-    return CudaBackend(backend=backend, threads=threads, precision=precision, table=table, fail_after=fail_after)
+    return CudaBackend(
+        backend=backend,
+        threads=threads,
+        precision=precision,
+        table=table,
+        fail_after=fail_after,
+        vram_bytes=vram_bytes,
+        notice=notice,
+    )

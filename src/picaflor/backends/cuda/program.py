@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.cuda.rows import Tensor
+from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class CudaProgram:
         number: int,
         *,
         allowed: Callable[[str], None],
-        ready: Callable[[], None],
+        ready: Callable[[ExpertProvider | None], None],
+        shrink: Callable[[], bool],
     ) -> None:
         self._steps = tuple(steps)
         self._batches = batches
@@ -175,6 +177,7 @@ class CudaProgram:
         self._number = number
         self._allowed = allowed
         self._ready = ready
+        self._shrink = shrink
         self._written: dict[Rows, F32] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
 
@@ -184,19 +187,32 @@ class CudaProgram:
             raise ValueError("the program has experts, and no provider was given")
         started = time.perf_counter()
         if not self._twin.active:
-            try:
-                self._run(self._batches.load(batch, experts))
-            except DeviceFailed as failure:
-                self._twin.take_over(str(failure), self._batches.touched)
-                for rows, values in self._written.items():
-                    self._twin.write(self._number, rows, values)
+            self._on_device(batch, experts)
         if self._twin.active:
             self._twin.run(self._number, batch, experts)
         self._written.clear()
         self._seconds["other"] += time.perf_counter() - started
 
+    def _on_device(self, batch: Batch, experts: ExpertProvider | None) -> None:
+        """Run, a second time with fewer experts on the device where its memory was too small; or hand over."""
+        try:
+            try:
+                self._run(self._batches.load(batch, experts))
+            except torch.OutOfMemoryError:
+                if not self._shrink():
+                    raise
+                for rows, values in self._written.items():
+                    rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
+                self._run(self._batches.load(batch, experts))
+        except torch.OutOfMemoryError as error:
+            raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
+        except DeviceFailed as failure:
+            self._twin.take_over(str(failure), self._batches.touched)
+            for rows, values in self._written.items():
+                self._twin.write(self._number, rows, values)
+
     def _run(self, frame: Frame) -> None:
-        self._ready()
+        self._ready(frame.experts)
         for step in self._steps:
             space = frame.outputs if step.outputs else frame.rows
             if space.count:

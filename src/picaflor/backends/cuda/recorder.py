@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from picaflor.backends.api import GQA, MLA, ExpertLayout, KVPlane, RopeStyle, RouterSpec, Rows, Vector, Weight
+from picaflor.backends.api import GQA, MLA, ExpertLayout, ExpertProvider, KVPlane, RopeStyle, RouterSpec, Rows, Vector, Weight
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.attention import Keys
@@ -82,7 +82,7 @@ class CudaRecorder:
         tier: ExpertTier,
         twin: HostTwin,
         allowed: Callable[[str], None],
-        ready: Callable[[], None],
+        ready: Callable[[ExpertProvider | None], None],
         max_rows: int,
         max_outputs: int,
         page_tokens: int,
@@ -141,6 +141,10 @@ class CudaRecorder:
         """Bytes of buffers and tables on the device, the scratch of attention not counted."""
         buffers = sum(buffer.numel() * 4 for buffer in self._buffers)
         return buffers + self._batches.nbytes + sum(table.nbytes for table in self._ropes.values())
+
+    def plane_bytes(self) -> int:
+        """Bytes of all planes on the device."""
+        return self._batches.capacity * sum(plane.width for plane in self._planes.values()) * 4
 
     def kv_bytes(self) -> int:
         """Bytes of key-value pages written to so far."""
@@ -384,7 +388,8 @@ class CudaRecorder:
         self._twin.calls.append(Call(FINISH, (), {}))
         steps, self._steps, self._outputs = self._steps, [], False
         number, self._programs = self._programs, self._programs + 1
-        return CudaProgram(steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready)
+        return CudaProgram(steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready,
+            shrink=self._tier.shrink)
 
     # ---- helpers ----
 

@@ -1,60 +1,103 @@
-"""Routed experts on a device: from the provider's slots on the host to what one call of a layer computes.
+"""Routed experts on a device: slots in its memory, filled from a provider's slots on the host, and calls of a layer.
 
-Knows layouts, slots and products; must not know families, files or who reads them.
+Knows layouts, slots and heat; must not know families, files or who reads them. Where every expert fits, all are copied
+before the first call and no call asks the host again. Else a call computes the experts that are here, then those that
+are sent for; which ones were here changes no bit. A slot's expert is known by (layer, expert) and the slot's generation;
+kernels find it only through a table that is written after the copy was ordered before them.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, ExpertLayout, ExpertProvider, MatrixLayout
-from picaflor.backends.cuda import rows
-from picaflor.backends.cuda.arithmetic import EXACT
-from picaflor.backends.cuda.formats import DeviceWeight
-from picaflor.backends.cuda.matmul import matmul
-from picaflor.backends.cuda.rows import Tensor, columns, tiles
-from picaflor.formats import REGISTRY
+from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
+from picaflor.backends.cuda.experts import ExpertTable, combine, expert_ffn, kind_of_layout, plane_addresses, table_for
+from picaflor.backends.cuda.rows import Tensor
+from picaflor.backends.cuda.staging import Staging
+from picaflor.errors import OutOfBudget
+from picaflor.sizes import format_bytes
 
-SLACK_BYTES = 64
+SLACK_BYTES: Final = 64
+ALIGN_BYTES: Final = 256
+PASSING: Final = 8
+"""Slots, at most, for experts that are computed once and not kept."""
+COOLING: Final = 4096
+"""Calls after which all heat is halved."""
+Key = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Room for one expert. `generation` counts what was copied here; `used`: event of the last call that read it."""
+
+    number: int
+    key: Key | None = None
+    generation: int = 0
+    used: Any = None
+
+
+@dataclass(slots=True, eq=False)
 class HeldLayer:
-    """One layer's experts as they were recorded."""
+    """One layer's experts: layouts, where they are, how often they were wanted."""
 
     layer: int
     layouts: tuple[ExpertLayout, ...]
+    hidden: int
+    kinds: NDArray[np.int32]
+    slots: dict[int, Slot] = field(default_factory=dict)
+    heat: NDArray[np.float64] = field(init=False)
+    table: ExpertTable | None = None
+
+    def __post_init__(self) -> None:
+        self.heat = np.zeros(len(self.layouts))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every expert is here."""
+        return len(self.slots) == len(self.layouts)
 
 
-@triton.jit
-def _weighted_sum(products, weights, weights_row, out, out_row, rows, width, TOP: tl.constexpr, R: tl.constexpr,
-                  B: tl.constexpr):  # fmt: skip
-    row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    col = tl.program_id(1) * B + tl.arange(0, B)[None, :]
-    inside = (row < rows)[:, None] & (col < width)
-    acc = tl.zeros((R, B), tl.float32)
-    for k in range(0, TOP):
-        w = tl.load(weights + row * weights_row + k, mask=row < rows, other=0.0)[:, None]
-        y = tl.load(products + (row * TOP + k)[:, None] * width + col, mask=inside, other=0.0)
-        acc = tl.fma(w, y, acc)
-    tl.store(out + row[:, None] * out_row + col, acc, mask=inside)
+@dataclass(slots=True)
+class TierCounters:
+    """What was found on the device and what was sent, in experts and bytes."""
+
+    hits: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    promoted: int = 0
 
 
 class ExpertTier:
-    """Experts are copied to the device for each call."""
+    """All slots of one device. `free()` says how many bytes experts may take (asked when the first call comes);
+    `notice` gets a line where that was too much.
+    """
 
-    def __init__(self, device: Any, precision: str) -> None:
+    def __init__(
+        self, device: Any, precision: str, *, free: Callable[[], int], notice: Callable[[str], None]
+    ) -> None:
+        self.counters = TierCounters()
         self._device = device
         self._precision = precision
+        self._free_bytes = free
+        self._notice = notice
+        self._layers: dict[int, HeldLayer] = {}
+        self._provider: ExpertProvider | None = None
+        self._memory: Tensor = None
+        self._free: list[Slot] = []
+        self._passing: list[Slot] = []
+        self._kept: dict[Key, Slot] = {}
+        self._staging: Staging | None = None
+        self._calls = 0
+        self._limit: int | None = None
+        self._arrived: Tensor = None
+
+    # ---- recording ----
 
     def add_layer(self, layer: int, layouts: Sequence[ExpertLayout], *, hidden: int) -> HeldLayer:
         """A layer as it is recorded. Raises ValueError where shapes do not fit."""
@@ -63,52 +106,238 @@ class ExpertTier:
             shapes = [(m.rows, m.cols) for m in (expert.gate, expert.up, expert.down)]
             if shapes != [(inner, hidden), (inner, hidden), (hidden, inner)]:
                 raise ValueError(f"layer {layer}, expert {number}: gate, up, down are {shapes} for rows of {hidden}")
-        return HeldLayer(layer, tuple(layouts))
+        known = self._layers.get(layer)
+        if known is not None and known.layouts == tuple(layouts):
+            return known
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(kind_of_layout, layouts)))}
+        numbers = np.array([kinds[kind_of_layout(layout)] for layout in layouts], np.int32)
+        held = HeldLayer(layer, tuple(layouts), hidden, numbers)
+        self._layers[layer] = held
+        self._forget()
+        return held
+
+    # ---- memory ----
+
+    @property
+    def stride(self) -> int:
+        """Bytes of one slot."""
+        widest = max((layout.nbytes for held in self._layers.values() for layout in held.layouts), default=0)
+        return -(-(widest + SLACK_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
+
+    @property
+    def experts(self) -> int:
+        """Experts of all layers."""
+        return sum(len(held.layouts) for held in self._layers.values())
+
+    @property
+    def slots(self) -> int:
+        """Slots that were taken, 0 before the first call."""
+        return 0 if self._memory is None else int(self._memory.shape[0])
+
+    @property
+    def all_here(self) -> bool:
+        """Whether no call will ask the host."""
+        return bool(self._layers) and all(held.complete for held in self._layers.values())
+
+    def prepare(self, provider: ExpertProvider | None) -> None:
+        """Take memory, and copy all experts where all fit. Called before each run; does nothing the second time."""
+        if provider is None or not self._layers:
+            return
+        if provider is not self._provider:
+            self._forget()
+            self._provider = provider
+        if self._memory is None:
+            self._take()
+        if self.slots >= self.experts and not self.all_here:
+            for held in self._layers.values():
+                self._bring_all(held, provider)
+
+    def shrink(self) -> bool:
+        """Give a quarter of the slots back after the device ran out of memory. False where nothing is left to give."""
+        slots = self.slots
+        if slots <= 1 or self._limit is not None:
+            return False
+        self._limit = max(1, slots * 3 // 4)
+        self._forget()
+        self._notice(
+            f"the device is out of memory: expert slots go from {slots} to {self._limit} "
+            f"({format_bytes(self._limit * self.stride)}); to cure: lower --vram, --ctx or --prefill-chunk"
+        )
+        return True
+
+    def _take(self) -> None:
+        wanted = min(self.experts, self._free_bytes() // self.stride)
+        if self._limit is not None:
+            wanted = min(wanted, self._limit)
+        if wanted < 1:
+            raise OutOfBudget(
+                f"one expert needs {format_bytes(self.stride)} of the device's memory, {format_bytes(self._free_bytes())} "
+                "are left for experts: raise --vram, or lower --ctx or --prefill-chunk"
+            )
+        try:
+            self._memory = torch.zeros((wanted, self.stride), dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            self._limit, before = max(1, wanted * 3 // 4), self._limit
+            if before is not None:
+                raise OutOfBudget(f"the device gives no memory for {wanted} expert slots: {error}") from error
+            self._notice(f"the device gives no memory for {wanted} expert slots: {self._limit} are taken")
+            self._take()
+            return
+        every = [Slot(number) for number in range(wanted)]
+        passing = 0 if wanted >= self.experts else min(PASSING, max(1, wanted // 4))
+        self._passing, self._free = every[:passing], every[passing:]
+        self._staging = Staging(self._device, self.stride)
+
+    def _forget(self) -> None:
+        """Nothing is here any more."""
+        self._memory, self._staging, self._free, self._passing, self._kept = None, None, [], [], {}
+        self._provider = None
+        for held in self._layers.values():
+            held.slots, held.table = {}, None
+
+    def _address(self, slot: Slot) -> int:
+        return int(self._memory.data_ptr()) + slot.number * self.stride
+
+    # ---- copies ----
+
+    def _bring_all(self, held: HeldLayer, provider: ExpertProvider) -> None:
+        missing = np.array([e for e in range(len(held.layouts)) if e not in held.slots], np.int32)
+        if not len(missing):
+            return
+        with provider.acquire(held.layer, missing) as lease:
+            for numbers, addresses in lease.batches():
+                for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
+                    slot = self._free.pop()
+                    self._send(held, number, address, slot)
+                    self._keep(held, number, slot)
+        self._settle()
+        held.table = self._table(held, held.slots)
+
+    def _send(self, held: HeldLayer, number: int, address: int, slot: Slot) -> None:
+        assert self._staging is not None
+        nbytes = held.layouts[number].nbytes
+        slot.generation += 1
+        self._staging.send(address, nbytes, self._memory[slot.number], slot.used)
+        self.counters.sent += 1
+        self.counters.sent_bytes += nbytes
+
+    def _settle(self) -> None:
+        assert self._staging is not None
+        self._staging.settle()
+
+    def _keep(self, held: HeldLayer, number: int, slot: Slot) -> None:
+        slot.key = (held.layer, number)
+        held.slots[number] = slot
+        self._kept[slot.key] = slot
+        self.counters.promoted += 1
+
+    def _drop(self, slot: Slot) -> None:
+        assert slot.key is not None
+        layer, number = slot.key
+        del self._kept[slot.key]
+        owner = self._layers[layer]
+        del owner.slots[number]
+        owner.table = None
+        slot.key = None
+
+    def _table(self, held: HeldLayer, slots: dict[int, Slot]) -> ExpertTable:
+        addresses = [self._address(slots[e]) if e in slots else 0 for e in range(len(held.layouts))]
+        return table_for(held.layouts, addresses, self._device)
+
+    # ---- calls ----
 
     def compute(
         self, held: HeldLayer, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, provider: ExpertProvider
     ) -> None:
-        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x)."""
+        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x). Raises ReadFailed."""
+        if held.complete:
+            assert held.table is not None
+            expert_ffn(x, ids, weights, held.table, out, self._precision, arrived=self._counts(held, ids))
+            return
         chosen: I32 = ids.cpu().numpy()
-        count, top_k = chosen.shape
         if chosen.min() < 0 or chosen.max() >= len(held.layouts):
             raise ValueError(f"a row chose an expert outside 0 to {len(held.layouts) - 1}: {chosen.tolist()}")
-        width = x.shape[1]
-        products = torch.empty((count, top_k, width), dtype=torch.float32, device=self._device)
-        with provider.acquire(held.layer, np.unique(chosen).astype(np.int32)) as lease:
-            for numbers, addresses in lease.batches():
-                for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
-                    slot = self._copied(address, held.layouts[number].nbytes)
-                    where = torch.from_numpy(np.argwhere(chosen == number).astype(np.int64)).to(self._device)
-                    y = self._expert(held.layouts[number], slot, x[where[:, 0]].contiguous())
-                    products[where[:, 0], where[:, 1]] = y
-        tile, wide = tiles(), columns(width)
-        _weighted_sum[(triton.cdiv(count, tile.rows), triton.cdiv(width, wide))](
-            products, weights, weights.stride(0), out, out.stride(0), count, width, TOP=top_k, R=tile.rows, B=wide,
-            **EXACT,
-        )  # fmt: skip
+        wanted = np.unique(chosen).tolist()
+        self._warm(held, wanted)
+        here = [number for number in wanted if number in held.slots]
+        missing = np.array([number for number in wanted if number not in held.slots], np.int32)
+        pairs = torch.empty((*chosen.shape, held.hidden), dtype=torch.float32, device=self._device)
+        self.counters.hits += len(here)
+        if here:
+            if held.table is None:
+                held.table = self._table(held, held.slots)
+            self._part(held, held.table, x, ids, weights, out, pairs, [held.slots[number] for number in here])
+        if len(missing):
+            busy = {(held.layer, number) for number in wanted}
+            with provider.acquire(held.layer, missing) as lease:
+                for numbers, addresses in lease.batches():
+                    given = list(zip(numbers.tolist(), addresses.tolist(), strict=True))
+                    for some in self._sent_for(held, given, busy):
+                        self._settle()
+                        table = self._table(held, some)
+                        self._part(held, table, x, ids, weights, out, pairs, list(some.values()))
+        combine(pairs, weights, out)
 
-    def _copied(self, address: int, nbytes: int) -> Tensor:
-        host: NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        slot = torch.zeros(nbytes + SLACK_BYTES, dtype=torch.uint8, device=self._device)
-        slot[:nbytes].copy_(torch.from_numpy(host))
-        return slot
+    def _part(self, held: HeldLayer, table: ExpertTable, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor,
+              pairs: Tensor, slots: Sequence[Slot]) -> None:  # fmt: skip
+        """The single results of the experts in `table`."""
+        expert_ffn(x, ids, weights, table, out, self._precision, pairs=pairs, arrived=self._counts(held, ids))
+        assert self._staging is not None
+        event = self._staging.used()
+        for slot in slots:
+            slot.used = event
 
-    def _expert(self, layout: ExpertLayout, slot: Tensor, x: Tensor) -> Tensor:
-        count, inner = x.shape[0], layout.gate.rows
-        gate, up = (torch.empty((count, inner), dtype=torch.float32, device=self._device) for _ in range(2))
-        y = torch.empty_like(x)
-        matmul(x, _placed(layout.gate, slot), gate, self._precision)
-        matmul(x, _placed(layout.up, slot), up, self._precision)
-        rows.silu_mul(gate, up, gate, rows=count)
-        matmul(gate, _placed(layout.down, slot), y, self._precision)
-        return y
+    def _counts(self, held: HeldLayer, ids: Tensor) -> Tensor:
+        """Zeroed counters for one call, shared by all calls: each leaves them as it found them."""
+        inner = max(layout.gate.rows for layout in held.layouts)
+        needed = ids.shape[0] * ids.shape[1] * (inner // 16 + 1)
+        if self._arrived is None or self._arrived.numel() < needed:
+            self._arrived = torch.zeros(needed, dtype=torch.int32, device=self._device)
+        return self._arrived
 
+    def _warm(self, held: HeldLayer, wanted: Sequence[int]) -> None:
+        held.heat[list(wanted)] += 1.0
+        self._calls += 1
+        if self._calls % COOLING == 0:
+            for other in self._layers.values():
+                other.heat *= 0.5
 
-def _placed(matrix: MatrixLayout, slot: Tensor) -> DeviceWeight:
-    sizes = (matrix.rows, matrix.cols, matrix.group_size)
-    planes = tuple(
-        slot[offset : offset + plane.nbytes(*sizes)]
-        for plane, offset in zip(REGISTRY[matrix.format].planes, matrix.offsets, strict=True)
-    )
-    return DeviceWeight(matrix.format, *sizes, planes)
+    def _sent_for(
+        self, held: HeldLayer, given: Sequence[tuple[int, int]], busy: set[Key]
+    ) -> Iterator[dict[int, Slot]]:
+        """Send experts to slots, as many at a time as there are slots; each part is computed before the next is sent."""
+        part: dict[int, Slot] = {}
+        passing = list(self._passing)
+        for number, address in given:
+            slot = self._room(held, number, busy)
+            kept = slot is not None
+            if slot is None:
+                if not passing:
+                    yield part
+                    part, passing = {}, list(self._passing)
+                slot = passing.pop()
+            self._send(held, number, address, slot)
+            part[number] = slot
+            if kept:
+                self._keep(held, number, slot)
+                held.table = None
+        if part:
+            yield part
+
+    def _room(self, held: HeldLayer, number: int, busy: set[Key]) -> Slot | None:
+        """A slot to keep an expert in: a free one, or that of a colder expert that this call does not want."""
+        if self._free:
+            return self._free.pop()
+        idle = [slot for key, slot in self._kept.items() if key not in busy]
+        if not idle:
+            return None
+        coldest = min(idle, key=self._heat)
+        if self._heat(coldest) >= held.heat[number] and self._passing:
+            return None
+        self._drop(coldest)
+        return coldest
+
+    def _heat(self, slot: Slot) -> float:
+        assert slot.key is not None
+        layer, number = slot.key
+        return float(self._layers[layer].heat[number])
