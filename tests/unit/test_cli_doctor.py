@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import struct
 from collections.abc import Callable
@@ -12,16 +13,29 @@ from typing import Any
 import pytest
 
 from picaflor import cli
-from picaflor.cli import doctor
-from picaflor.cli.doctor import Check
+from picaflor.cli import doctor, doctor_machine
+from picaflor.cli.doctor_machine import Check
 from picaflor.runtime import builtin
 
+MACHINE = (
+    "python",
+    "native",
+    "threads",
+    "memory",
+    "open-files",
+    "locked-memory",
+    "huge-pages",
+    "io-uring",
+    "state",
+)
 TOKENS = {"scalar": (1, 2, 3), "avx2": (1, 2, 3), "avx512": (1, 2, 4)}
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
+    monkeypatch.setenv("XDG_STATE_HOME", "/tmp")
+    monkeypatch.setattr(doctor, "_other_backends", lambda: ["cuda"])
     monkeypatch.setattr(doctor, "_native_isas", lambda: ["scalar", "avx2"])
     monkeypatch.setattr(doctor, "_demo_tokens", lambda isa: TOKENS[isa])
 
@@ -31,14 +45,15 @@ def by_id(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[st
     checks = [Check(**check) for check in json.loads(capsys.readouterr().out)["checks"]]
     assert len({check.id for check in checks}) == len(checks)
     for check in checks:
-        assert bool(check.remedy) == (check.status != "ok"), check
+        assert bool(check.remedy) == (check.status not in ("ok", "info")), check
     return code, {check.id: check for check in checks}
 
 
 def test_a_fit_machine(capsys: pytest.CaptureFixture[str]) -> None:
     code, checks = by_id(capsys=capsys)
     assert code == 0
-    assert list(checks) == ["python", "native", "threads", "memory", "open-files", "cpu.scalar", "cpu.avx2"]
+    assert list(checks) == [*MACHINE, "cpu.scalar", "cpu.avx2", "backend.cuda"]
+    assert checks["backend.cuda"].status in ("ok", "info")
     assert checks["native"].detail == "instruction sets here: scalar, avx2; auto takes avx2"
     assert checks["cpu.avx2"].detail == "the built-in model writes the same 3 tokens as with plain code"
 
@@ -66,7 +81,7 @@ def test_missing_extension_fails_and_later_checks_run(
     assert checks["native"] == Check(
         "native", "fail", "cannot import name '_native'", "install Picaflor again with a C++20 compiler present"
     )
-    assert list(checks) == ["python", "native", "threads", "memory", "open-files"]
+    assert list(checks) == [*MACHINE, "backend.cuda"]
 
 
 def test_few_open_files_are_a_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +174,71 @@ def test_a_rewritten_model_is_fit(capsys: pytest.CaptureFixture[str], tmp_path: 
     detail = checks["model.files"].detail
     assert detail == "glm_moe_dsa, 1390 tensors in 1 file, 17.5 MiB; every tensor it needs is there"
     assert checks["model.tokenizer"].detail == "tokenizer read, chat template read"
+    assert checks["model.plan"].detail.startswith("fits ")
+    assert checks["model.plan"].detail.endswith("; 168 of 168 experts stay in memory")
+    assert "model.weights" not in checks
+
+
+def test_deep_reads_all_of_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = model_with(tmp_path, change=same)
+    code, checks = by_id(str(folder), "--deep", capsys=capsys)
+    assert code == 0
+    assert checks["model.weights"].detail == "16.9 MiB read, no bad value"
+    assert checks["model.reads"].detail.startswith("experts of 0.06 MB at ")
+    (shard,) = folder.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    (length,) = struct.unpack("<Q", data[:8])
+    entry = json.loads(data[8 : 8 + length])["model.norm.weight"]
+    at = 8 + length + entry["data_offsets"][0]
+    data[at : at + 4] = struct.pack("<f", float("nan"))
+    shard.write_bytes(data)
+    code, checks = by_id(str(folder), "--deep", capsys=capsys)
+    assert code == 1
+    assert checks["model.weights"].status == "fail"
+    assert "1 tensor with bad values, as model.norm.weight" in checks["model.weights"].detail
+
+
+def test_a_model_that_does_not_fit_fails_with_its_numbers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PICAFLOR_RAM", "40MiB")
+    code, checks = by_id(str(model_with(tmp_path, change=same)), capsys=capsys)
+    assert code == 1
+    assert checks["model.plan"].detail.startswith("needs ")
+    assert "give --ram" in checks["model.plan"].detail
+
+
+def test_large_pages_and_drives_as_the_system_tells(tmp_path: Path) -> None:
+    enabled = tmp_path / "kernel/mm/transparent_hugepage/enabled"
+    assert doctor_machine.check_huge_pages(sys=tmp_path).status == "info"
+    enabled.parent.mkdir(parents=True)
+    for text, status in (("always [madvise] never\n", "ok"), ("always madvise [never]\n", "warn")):
+        enabled.write_text(text)
+        assert doctor_machine.check_huge_pages(sys=tmp_path).status == status
+    folder = builtin.folder()
+    device = folder.stat().st_dev
+    assert "drive not told" in doctor_machine.check_storage(folder, sys=tmp_path).detail
+    disk = tmp_path / "devices/disk"
+    part = disk / "part1"
+    part.mkdir(parents=True)
+    (disk / "queue").mkdir()
+    (disk / "queue/rotational").write_text("0\n")
+    (tmp_path / "dev/block").mkdir(parents=True)
+    (tmp_path / "dev/block" / f"{os.major(device)}:{os.minor(device)}").symlink_to(part)
+    assert ", solid state, " in doctor_machine.check_storage(folder, sys=tmp_path).detail + ", "
+
+
+def test_a_folder_for_state_that_cannot_be_written_is_a_warning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(file))
+    code, checks = by_id(capsys=capsys)
+    assert (code, checks["state"].status) == (0, "warn")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    assert by_id(capsys=capsys)[1]["state"].remedy == "set XDG_STATE_HOME or HOME"
 
 
 @pytest.mark.parametrize(

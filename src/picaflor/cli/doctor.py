@@ -6,24 +6,35 @@ Must not mend anything: each failure comes with one remedy for the user to apply
 from __future__ import annotations
 
 import json
-import os
-import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
 from picaflor import settings as table
-from picaflor.cli.model import counted, model_path
+from picaflor.cli.doctor_machine import (
+    Check,
+    check_backend,
+    check_huge_pages,
+    check_locked_memory,
+    check_memory,
+    check_open_files,
+    check_state,
+    check_storage,
+    check_threads,
+    check_uring,
+)
+from picaflor.cli.model import Progress, counted, engine_options, model_path
 from picaflor.errors import (
     AmbiguousFormat,
     BadContainer,
     BadTokenizer,
     MissingTensor,
+    OutOfBudget,
     PicaflorError,
     UnknownFormat,
     UnsupportedConfig,
@@ -33,30 +44,20 @@ from picaflor.sizes import format_bytes
 
 if TYPE_CHECKING:
     from picaflor.models.base import Model
+    from picaflor.runtime.sketch import Sketch
 
-Status = Literal["ok", "warn", "fail"]
-LEAST_FILES = 1024
 SELF_TEST_TOKENS = 8
 SELF_TEST_PROMPT = "The old house"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One answer. `remedy` is empty exactly where `status` is ok."""
-
-    id: str
-    status: Status
-    detail: str
-    remedy: str = ""
-
-
 @click.command()
 @click.argument("model", required=False)
+@click.option("--deep", is_flag=True, help="Read all of the model: values that no sound file has, and the disk's rate.")
 @table.options("doctor")
-def command(model: str | None, settings: Settings) -> int:
+def command(model: str | None, deep: bool, settings: Settings) -> int:
     """Check this machine, and with MODEL, a directory, that model's files. Exit code 1 if a check fails."""
     checks = []
-    for check in run_checks(model, settings):
+    for check in run_checks(model, settings, deep=deep):
         checks.append(check)
         if not settings.json:
             print(f"{check.status:<5} {check.id:<16} {check.detail}", flush=True)
@@ -68,7 +69,7 @@ def command(model: str | None, settings: Settings) -> int:
     return 1 if failed else 0
 
 
-def run_checks(model: str | None, settings: Settings) -> Iterator[Check]:
+def run_checks(model: str | None, settings: Settings, *, deep: bool = False) -> Iterator[Check]:
     """All checks, in order; a check that raises is a failed check, and later ones run all the same."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("python", check_python),
@@ -76,16 +77,27 @@ def run_checks(model: str | None, settings: Settings) -> Iterator[Check]:
         ("threads", check_threads),
         ("memory", check_memory),
         ("open-files", check_open_files),
+        ("locked-memory", check_locked_memory),
+        ("huge-pages", check_huge_pages),
+        ("io-uring", check_uring),
+        ("state", check_state),
     ]
     checks += [(f"cpu.{isa}", partial(check_isa, isa)) for isa in _isas()]
+    checks += [(f"backend.{name}", partial(check_backend, name)) for name in _other_backends()]
     for name, check in checks:
         yield _answer(name, check)
     if model is not None:
-        yield from check_model(model, settings)
+        yield from check_model(model, settings, deep=deep)
 
 
-def check_model(model: str, settings: Settings) -> Iterator[Check]:
-    """The model's files, then its tokenizer; where there is no directory, that alone."""
+def _other_backends() -> list[str]:
+    from picaflor.runtime.plan import BACKENDS
+
+    return [name for name in BACKENDS if name != "cpu"]
+
+
+def check_model(model: str, settings: Settings, *, deep: bool = False) -> Iterator[Check]:
+    """The model's files, then its tokenizer, then what a run would be; where there is no directory, that alone."""
     try:
         path = model_path(model)
         assert path is not None
@@ -101,6 +113,72 @@ def check_model(model: str, settings: Settings) -> Iterator[Check]:
     else:
         yield Check("model.files", "fail", f"{path}: no *.safetensors file here", _REMEDIES["directory"])
     yield _answer("model.tokenizer", partial(check_tokenizer, path, found[0] if found else None))
+    if not found:
+        return
+    yield _answer("model.storage", partial(check_storage, path))
+    yield _answer("model.plan", partial(check_plan, path, settings))
+    if deep:
+        yield _answer("model.weights", partial(check_weights, path, settings))
+        yield _answer("model.reads", partial(check_reads, path, settings))
+
+
+def check_plan(path: Path, settings: Settings) -> Check:
+    """Whether the model fits the memory that may be used, and how much of it."""
+    plan = _sketch(path, settings)
+    try:
+        slots = sum(min(plan.ledger.slots[block.layer], block.router.experts) for block in plan.moe)
+        limit = plan.ledger.limit
+        detail = f"fits {limit}; {slots} of {plan.experts} experts stay in memory"
+    finally:
+        plan.close()
+    return Check("model.plan", "ok", detail)
+
+
+def check_weights(path: Path, settings: Settings) -> Check:
+    """Every byte can be read and no scale or weight is NaN or infinite."""
+    from picaflor.container.index import Container
+    from picaflor.runtime.inspection import inspect_container
+    from picaflor.runtime.inspection_deep import read_everything
+
+    progress = Progress()
+    with Container.open(path, allow_missing=True) as container:
+        found = inspect_container(container, group_size=settings.group_size, strict=settings.strict)
+        try:
+            findings = read_everything(container, found.index, progress=progress)
+        finally:
+            progress.clear()
+        size = format_bytes(found.tensor_nbytes)
+    if findings:
+        first = findings[0]
+        detail = f"{counted(len(findings), 'tensor')} with bad values, as {first.tensor} in {first.shard}: {first.text}"
+        return Check(
+            "model.weights", "fail", detail, "fetch these files again; picaflor inspect MODEL --deep lists all"
+        )
+    return Check("model.weights", "ok", f"{size} read, no bad value")
+
+
+def check_reads(path: Path, settings: Settings) -> Check:
+    """The rate at which missing experts come, as in a run."""
+    from picaflor.runtime.trial import measure_reads
+
+    plan = _sketch(path, settings)
+    try:
+        reads = measure_reads(plan)
+    finally:
+        plan.close()
+    if reads is None:
+        return Check("model.reads", "info", "the model has no experts to read")
+    detail = f"experts of {reads.expert_bytes / 1e6:.2f} MB at {reads.bytes_per_s / 1e9:.2f} GB/s"
+    if reads.storage_share is not None:
+        detail += f", {reads.storage_share:.0%} of it from storage"
+    return Check("model.reads", "info", detail)
+
+
+def _sketch(path: Path, settings: Settings) -> Sketch:
+    from picaflor.models.config import Notices
+    from picaflor.runtime.sketch import sketch
+
+    return sketch(path, engine_options(settings), Notices(strict=settings.strict))
 
 
 def _answer(name: str, check: Callable[[], Check]) -> Check:
@@ -117,6 +195,11 @@ _REMEDIES = {
     "threads": "grant this process at least one processor",
     "memory": "give --ram with the memory that may be used",
     "open-files": "raise the limit: ulimit -n 4096",
+    "locked-memory": "report this line",
+    "huge-pages": "report this line",
+    "io-uring": "install Picaflor again with a C++20 compiler present",
+    "state": "set XDG_STATE_HOME to a folder that can be written",
+    "backend": "leave it out with --backend cpu",
     "cpu": "leave this instruction set out with --isa and report this line",
     "model": "picaflor inspect MODEL lists what is there; fetch the file named here again",
     "notice": "it loads; see docs/container.md and docs/families.md for what the note means",
@@ -131,6 +214,7 @@ _BY_ERROR: tuple[tuple[type[Exception], str], ...] = (
         BadContainer,
         "a file is damaged, or config.json and the weights are of different models: fetch the file named here again",
     ),
+    (OutOfBudget, "do what the line says; picaflor plan MODEL shows every number"),
     (UnsupportedConfig, "restore config.json if it was edited; else this version does not run this model"),
     (AmbiguousFormat, "say the group size with --group-size, as the model's makers give it"),
     (UnknownFormat, "weights in a format that this version does not read: take another conversion of the model"),
@@ -148,33 +232,6 @@ def check_native() -> Check:
     """The compiled part can be loaded and knows this processor."""
     isas = _native_isas()
     return Check("native", "ok", f"instruction sets here: {', '.join(isas)}; auto takes {isas[-1]}")
-
-
-def check_threads() -> Check:
-    """Processors that this process may run on."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Check("threads", "ok", f"{counted(count, 'processor')} granted")
-
-
-def check_memory() -> Check:
-    """The tightest voice on how much memory this process may use."""
-    from picaflor.store.budget import memory_sources, tightest
-
-    limit = tightest(memory_sources(None, held=0))
-    assert limit.nbytes is not None
-    detail = f"{format_bytes(limit.nbytes)} may be used, says the {limit.name}"
-    if limit.nbytes < 1 << 30:
-        return Check("memory", "warn", detail, "large models will be slow: free memory or raise the limit")
-    return Check("memory", "ok", detail)
-
-
-def check_open_files() -> Check:
-    """Many shards need many open files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    detail = f"{counted(soft, 'file')} may be open ({hard} at most)"
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        return Check("open-files", "warn", detail, f"models of many shards want more: ulimit -n {4 * LEAST_FILES}")
-    return Check("open-files", "ok", detail)
 
 
 def check_isa(isa: str) -> Check:
