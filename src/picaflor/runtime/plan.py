@@ -296,9 +296,11 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
             group_size=options.group_size,
             notices=notices,
         )
-        options, tuned = tune.applied(options, model, index, notices)
+        asked, (options, tuned) = options, tune.applied(options, model, index, notices)
         plan = _assemble(path, container, model, index, options, notices, progress)
         plan.tuned = tuned
+        if options.threads != asked.threads:
+            plan.threads_source = "tuned"
         store = plan.store
         if store is not None and plan.ledger.all_resident:
             store.preload(lambda done, total: progress("loading experts", done, total))

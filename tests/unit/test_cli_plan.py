@@ -1,0 +1,146 @@
+"""plan: from headers alone, with given rates worked out by hand; what it refuses, and that it agrees with a run."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picaflor import cli
+from picaflor.models.config import Notices
+from picaflor.runtime import builtin
+from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.forecast import int3_share
+from picaflor.runtime.sketch import sketch, token_bytes
+
+RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "state" / "picaflor" / "machine.json"
+
+
+@pytest.fixture
+def headers(tmp_path: Path) -> Path:
+    """The built-in model without its weights: config.json, and files that end after their header."""
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((builtin.folder() / "config.json").read_bytes())
+    for shard in builtin.folder().glob("*.safetensors"):
+        data = shard.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        (folder / shard.name).write_bytes(data[: 8 + length])
+    return folder
+
+
+def planned(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert cli.main(["plan", *words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert isinstance(record, dict)
+    return record
+
+
+def test_headers_alone_give_the_numbers_of_the_whole_model(headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*RATES, "--expert-slots", "6", "--ram", "400MiB")
+    whole = planned(str(builtin.folder()), *words, capsys=capsys)
+    bare = planned(str(headers), *words, capsys=capsys)
+    for name in ("experts", "expert_bytes", "slots_per_layer", "bytes_per_token", "speed", "all_in_memory"):
+        assert bare[name] == whole[name], name
+    needs = [{item["name"]: item["bytes"] for item in record["needs"]} for record in (whole, bare)]
+    assert needs[0]["resident weights"] == needs[1]["resident weights"]
+    assert cli.main(["run", str(headers), "x"]) == 1
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_given_rates_are_worked_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """7 layers, top 4 of 24, experts of 55,296 bytes; 60 % of 10 GB/s multiply, 1 GB/s read, 6 of 24 in memory."""
+    record = planned(*RATES, "--expert-slots", "6", "--ram", "400MiB", capsys=capsys)
+    total = sum(record["bytes_per_token"].values())
+    assert record["bytes_per_token"]["experts"] == 7 * 4 * 55_296
+    assert record["expert_bytes"] == 7 * 24 * 55_296
+    assert record["rates"]["step_s"] == pytest.approx(total / 6e9)
+    assert record["all_in_memory"]["tokens_per_s"] == pytest.approx(6e9 / total)
+    assert record["speed"]["hit_rate"] == pytest.approx(0.25)
+    assert record["speed"]["read_bytes_per_token"] == pytest.approx(7 * 3 * 55_296)
+    # Reading is slower than multiplying: a layer takes its reads and the last expert; one that misses none, 4 experts.
+    one, read = 55_296 / 6e9, 55_296 / 1e9
+    none = 6 * 5 * 4 * 3 / (24 * 23 * 22 * 21)
+    experts = 7 * (3 * read + (1 - none) * one + none * 4 * one)
+    rest = (total - 7 * 4 * 55_296) / 6e9
+    assert 1 / record["speed"]["tokens_per_s"] == pytest.approx(experts + rest)
+    assert record["resident_experts"] == 42
+    assert record["slots_per_layer"] == [6, 6]
+    changes = {change["change"]: change for change in record["changes"]}
+    assert changes["16 GiB more RAM"]["speed"] == record["all_in_memory"]
+    second = changes["a second drive as fast as this one"]["speed"]["tokens_per_s"]
+    assert 1 / second == pytest.approx(experts - 7 * 3 * read / 2 + rest)
+    assert changes["a GPU"]["speed"] is None
+    assert changes["int3-g64 experts"]["speed"]["read_bytes_per_token"] < record["speed"]["read_bytes_per_token"]
+
+
+def test_what_is_measured_is_kept_and_used_again(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--expert-slots", "6", "--ram", "400MiB", "--threads", "1")
+    first = planned(*words, capsys=capsys)
+    assert first["rates"]["from"] == "multiplying: measured now, reads: measured now"
+    assert first["speed"]["tokens_per_s"] > 0
+    assert len(json.loads(state.read_text())["entries"]) == 2
+    again = planned(*words, capsys=capsys)
+    assert again["rates"]["from"] == "multiplying: measured earlier, reads: measured earlier"
+    assert again["speed"] == first["speed"]
+    assert "measured now" in planned(*words, "--fresh", capsys=capsys)["rates"]["from"]
+
+
+def test_an_unknown_disk_is_unknown_and_not_zero(headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--memory-rate", "10GB", "--expert-slots", "6", "--ram", "400MiB")
+    record = planned(str(headers), *words, capsys=capsys)
+    assert record["speed"] is None
+    assert record["rates"]["read_bytes_per_s"] is None
+    assert cli.main(["plan", str(headers), *words]) == 0
+    text = capsys.readouterr().out
+    assert "unknown without the disk's rate (--disk-rate); at most " in text
+    fits = planned(str(headers), "--memory-rate", "10GB", "--ram", "400MiB", capsys=capsys)
+    assert fits["speed"] == fits["all_in_memory"]
+
+
+def test_every_number_has_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *RATES, "--ram", "300MiB"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "demo model, 27 M parameters\n"
+    memory = [line for line in out.splitlines() if line[10:].lstrip().startswith(("--ram", "host", "cgroup", "ulimit"))]
+    assert len(memory) == 4
+    assert memory[0].split() == ["memory", "--ram", "300", "MiB", "given", "<-", "the", "smallest", "counts"]
+    for part in ("resident weights", "(--ctx)", "in all, ", "threads    ", "168 of 168 in memory (100%)", "tok/s"):
+        assert part in out
+
+
+def test_a_budget_that_does_not_hold_is_refused_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *RATES, "--ram", "40MiB"]) == 1
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("picaflor: error: needs ")
+    assert "allowed are --ram 40 MiB (given)" in err
+
+
+def test_the_plan_is_the_ledger_of_a_run() -> None:
+    options = EngineOptions(ram_bytes=200 * MIB, expert_slots=5, threads=1)
+    plan = sketch(builtin.folder(), options, Notices())
+    with Engine.open(None, options) as engine:
+        run = engine.plan.ledger
+        assert engine.bytes_per_token() == token_bytes(plan.model, plan.index)
+    plan.close()
+    assert plan.ledger.slots == run.slots
+    mine = {item.name: item.nbytes for item in plan.ledger.items if item.name != "this program"}
+    assert mine == {item.name: item.nbytes for item in run.items if item.name != "this program"}
+
+
+def test_int3_takes_its_share_of_the_bytes() -> None:
+    """3.5 bits and a scale per 64 in 28 bytes, against 4 bits and a float32 per 64: 28 of 36 bytes."""
+    plan = sketch(builtin.folder(), EngineOptions(ram_bytes=200 * MIB), Notices())
+    plan.close()
+    assert int3_share(plan) == pytest.approx(28 / 36)

@@ -1,0 +1,103 @@
+"""Predictions: misses by arithmetic, times worked out by hand, and what a machine has measured kept between runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from picaflor.runtime.machine import StateFile, fingerprint, machine_fingerprint
+from picaflor.runtime.predict import independent_misses, predict, uniform_misses
+
+
+def test_uniform_misses_are_hypergeometric() -> None:
+    assert uniform_misses(4, 2, 2) == {0: pytest.approx(1 / 6), 1: pytest.approx(4 / 6), 2: pytest.approx(1 / 6)}
+    assert uniform_misses(8, 8, 3) == {0: 1.0}
+    assert uniform_misses(8, 99, 3) == {0: 1.0}
+    assert uniform_misses(8, 1, 8) == {7: 1.0}  # the only one in memory is always among the chosen
+    for experts, resident, top_k in ((64, 8, 8), (128, 100, 4), (24, 6, 4)):
+        misses = uniform_misses(experts, resident, top_k)
+        assert sum(misses.values()) == pytest.approx(1)
+        mean = sum(m * part for m, part in misses.items())
+        assert mean == pytest.approx(top_k * (1 - resident / experts))
+
+
+def test_independent_misses_are_binomial() -> None:
+    assert independent_misses(0.5, 2) == {0: 0.25, 1: 0.5, 2: 0.25}
+    assert independent_misses(1.0, 3)[0] == 1.0
+    misses = independent_misses(0.7, 8)
+    assert sum(misses.values()) == pytest.approx(1)
+    assert sum(m * part for m, part in misses.items()) == pytest.approx(2.4)
+
+
+def test_all_in_memory_is_the_measured_step() -> None:
+    found = predict([{0: 1.0}] * 3, [4] * 3, step_s=0.02, experts_s=0.012, read_s=(0.0,), expert_bytes=10)
+    assert found.tokens_per_s == pytest.approx(50)
+    assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
+    assert found.seconds["experts"] == pytest.approx(0.012)
+    assert found.limit == "experts"
+
+
+def test_reads_overlap_with_what_is_in_memory_and_the_last_comes_after() -> None:
+    """An expert takes 1 ms. Three missing take 10 ms and the last one's 1 ms; one missing hides behind the others."""
+    read_s = (0.0, 0.002, 0.006, 0.010, 0.014)
+    slow = predict([{3: 1.0}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
+    assert 1 / slow.tokens_per_s == pytest.approx(0.005 + 0.011)
+    assert slow.seconds["waiting for reads"] == pytest.approx(0.007)
+    assert (slow.hit_rate, slow.read_bytes) == (0.25, 300)
+    assert slow.limit == "waiting for reads"
+    hidden = predict([{1: 1.0}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
+    assert 1 / hidden.tokens_per_s == pytest.approx(0.009)
+    mixed = predict([{1: 0.5, 3: 0.5}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
+    assert 1 / mixed.tokens_per_s == pytest.approx((0.009 + 0.016) / 2)
+    assert mixed.read_bytes == 200
+    two = predict([{3: 1.0}, {0: 1.0}], [4, 4], step_s=0.013, experts_s=0.008, read_s=read_s, expert_bytes=100)
+    assert 1 / two.tokens_per_s == pytest.approx(0.005 + 0.011 + 0.004)
+    assert two.hit_rate == 0.625
+
+
+def test_a_model_without_experts() -> None:
+    found = predict([], [], step_s=0.5, experts_s=0.0, read_s=(0.0,), expert_bytes=0)
+    assert (found.tokens_per_s, found.hit_rate) == (2.0, 1.0)
+
+
+def test_state_is_kept_and_what_is_damaged_is_told_and_replaced(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "deep" / "machine.json"
+    state = StateFile(path, warn=told.append)
+    assert (state.read(), state.get("a")) == ({}, None)
+    assert state.put("a", {"rate": 1.5})
+    assert state.put("b", {"rate": 2})
+    assert StateFile(path, warn=told.append).read() == {"a": {"rate": 1.5}, "b": {"rate": 2}}
+    assert told == []
+    assert [file.name for file in path.parent.iterdir()] == ["machine.json"]
+    for text in ("{", "[]", json.dumps({"version": 99, "entries": {}}), json.dumps({"version": 1, "entries": 3})):
+        path.write_text(text)
+        assert state.get("a") is None
+        assert str(path) in told.pop()
+    assert state.put("c", {})
+    told.clear()
+    assert state.read() == {"c": {}}
+
+
+def test_state_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "file").touch()
+    assert not StateFile(tmp_path / "file" / "machine.json", warn=told.append).put("a", {})
+    assert "cannot be " in told[-1]
+    assert not StateFile(None, warn=told.append).put("a", {})
+    assert StateFile(None, warn=told.append).read() == {}
+
+
+def test_fingerprints_tell_machines_apart(tmp_path: Path) -> None:
+    def machine(name: str, kib: int) -> str:
+        (tmp_path / "cpuinfo").write_text(f"processor : 0\nmodel name\t: {name}\n")
+        (tmp_path / "meminfo").write_text(f"MemTotal:       {kib} kB\n")
+        return machine_fingerprint(proc=tmp_path)
+
+    found = {machine("A", 100), machine("B", 100), machine("A", 200)}
+    assert len(found) == 3
+    assert all(len(text) == 20 for text in found)
+    assert machine("A", 100) in found
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})

@@ -1,0 +1,155 @@
+"""tune: what is kept and what is not, with fake measurements; where tuned options go and who wins over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from picaflor import cli
+from picaflor.models.config import Notices
+from picaflor.runtime import builtin
+from picaflor.runtime.plan import EngineOptions
+from picaflor.runtime.sketch import sketch
+from picaflor.runtime.tune import TUNABLE, Options, Sample, applied, axes, key_of, search
+
+
+class Machine:
+    """Gives each setting a rate; every measurement is noted. `drift` is added with each one."""
+
+    def __init__(self, rates: Mapping[str, float], *, spread: float = 0.0, drift: float = 0.0) -> None:
+        self.rates, self.spread, self.drift = rates, spread, drift
+        self.seen: list[dict[str, int | str]] = []
+
+    def __call__(self, options: Options) -> Sample:
+        self.seen.append(dict(options))
+        rate = 10.0 + self.drift * len(self.seen)
+        for name, value in options.items():
+            rate *= self.rates.get(f"{name}={value}", 1.0)
+        return Sample((rate * (1 - self.spread), rate, rate * (1 + self.spread)), 1 / rate)
+
+
+def test_a_gain_of_three_percent_is_kept_and_less_is_not() -> None:
+    found = search({"threads": [1, 2]}, Machine({"threads=1": 1.029, "threads=2": 1.031}))
+    assert found.options == {"threads": 2}
+    assert [step.kept for step in found.steps] == [False, True]
+    assert found.before == 10.0
+    assert found.after == pytest.approx(10.31)
+
+
+def test_noise_is_taken_off_the_gain() -> None:
+    assert search({"threads": [1]}, Machine({"threads=1": 1.06}, spread=0.02)).options == {"threads": 1}
+    found = search({"threads": [1]}, Machine({"threads=1": 1.06}, spread=0.04))
+    assert found.options == {}
+    assert found.steps[0].noise == pytest.approx(0.04)
+    assert found.after == pytest.approx(found.before)
+
+
+def test_both_orders_must_gain() -> None:
+    """A machine that gets faster all the time makes whatever is measured last look better."""
+    machine = Machine({}, drift=1.0)
+    found = search({"threads": [1]}, machine)
+    assert machine.seen == [{}, {"threads": 1}, {"threads": 1}, {}]
+    assert found.steps[0].gains[0] > 0.03 > found.steps[0].gains[1]
+    assert found.options == {}
+
+
+def test_later_candidates_stand_on_what_was_kept() -> None:
+    machine = Machine({"threads=1": 1.5, "direct=on": 1.2, "direct=off": 1.25})
+    found = search({"threads": [1], "direct": ["on", "off"]}, machine)
+    assert found.options == {"threads": 1, "direct": "off"}
+    assert machine.seen[4:6] == [{"threads": 1}, {"threads": 1, "direct": "on"}]
+    assert found.after == pytest.approx(18.75)
+
+
+def test_a_longer_tail_is_not_kept() -> None:
+    def measure(options: Options) -> Sample:
+        return Sample((12.0, 12.0), 0.25) if options else Sample((10.0, 10.0), 0.2)
+
+    found = search({"threads": [1]}, measure)
+    assert found.steps[0].tail == pytest.approx(1.25)
+    assert found.options == {}
+
+
+def test_only_what_cannot_change_a_token_is_tried() -> None:
+    wanted = axes(threads=8, streams=True, engines=("threads", "io_uring"), readers=8)
+    assert set(wanted) == {"threads", "direct", "read_engine", "read_threads", "queue_depth"} == set(TUNABLE)
+    assert wanted["threads"] == [4, 7]
+    assert 8 not in wanted["read_threads"]
+    assert axes(threads=1, streams=False, engines=("threads",), readers=8) == {}
+    assert "queue_depth" not in axes(threads=2, streams=True, engines=("threads",), readers=8)
+
+
+def test_tuned_options_fill_in_what_the_user_left_open() -> None:
+    told: list[str] = []
+    notices = Notices(warn=told.append)
+    plan = sketch(builtin.folder(), EngineOptions(), notices)
+    plan.close()
+    key = key_of(plan.model, plan.index)
+    entries: dict[str, Any] = {key: {"options": {"threads": 1, "direct": "off", "read_threads": 4}}}
+    found, words = applied(EngineOptions(tuned=entries), plan.model, plan.index, notices)
+    assert (found.threads, found.direct, found.read_threads) == (1, "off", 4)
+    assert words == "threads 1, direct off, read threads 4"
+    found, words = applied(EngineOptions(tuned=entries, threads=2, direct="on"), plan.model, plan.index, notices)
+    assert (found.threads, found.direct, words) == (2, "on", "read threads 4")
+    other, words = applied(EngineOptions(tuned={"another": entries[key]}), plan.model, plan.index, notices)
+    assert (other.threads, words) == (None, "")
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("precision", "fast"),
+        ("threads", 0),
+        ("threads", True),
+        ("threads", "2"),
+        ("direct", "maybe"),
+        ("queue_depth", 1e9),
+    ],
+)
+def test_entries_that_tune_does_not_write_are_told_and_left_out(name: str, value: Any) -> None:
+    told: list[str] = []
+    notices = Notices(warn=told.append)
+    plan = sketch(builtin.folder(), EngineOptions(), notices)
+    plan.close()
+    entries = {key_of(plan.model, plan.index): {"options": {name: value}}}
+    found, words = applied(EngineOptions(tuned=entries), plan.model, plan.index, notices)
+    assert words == ""
+    assert found == EngineOptions(tuned=entries)
+    assert told == [f"tuned options: {name} {value!r:.40} is none that tune writes: left out"]
+
+
+def test_the_command_keeps_what_it_found_and_runs_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert cli.main(["tune", "--tokens", "4", "--repeats", "2", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    path = tmp_path / "picaflor" / "tuned.json"
+    assert record["file"] == str(path)
+    assert record["tokens_per_s_before"] > 0
+    assert all(min(step["gains"]) - step["noise"] >= 0.03 for step in record["steps"] if step["kept"])
+    kept = json.loads(path.read_text())
+    assert list(kept["entries"]) == [record["key"]]
+    kept["entries"][record["key"]]["options"] = {"threads": 1}
+    path.write_text(json.dumps(kept))
+    words = ["run", "The old house", "-n", "4", "--temperature", "0"]
+    assert cli.main([*words, "--profile"]) == 0
+    tuned = capsys.readouterr()
+    assert "tuned for this machine and model: threads 1 (--no-tuned leaves it)\n" in tuned.err
+    assert "standard, 1 thread (tuned), context" in tuned.err
+    assert cli.main([*words, "--no-tuned"]) == 0
+    plain = capsys.readouterr()
+    assert "tuned" not in plain.err
+    assert plain.out == tuned.out
+    other = tmp_path / "other.json"
+    other.write_text(path.read_text().replace('"threads": 1', '"threads": 2'))
+    assert cli.main([*words, "--tuned-file", str(other)]) == 0
+    assert "tuned for this machine and model: threads 2 (" in capsys.readouterr().err
+    assert cli.main([*words, "--tuned-file", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"picaflor: error: --tuned-file: {tmp_path / 'none'} is no file\n"
