@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from picaflor.errors import PicaflorError
-from picaflor.runtime.bench import DecodeBench, MemoryProbe, fixed_tokens, measure_decode
+from picaflor.runtime.bench import (
+    DecodeBench,
+    DiskLimit,
+    MemoryProbe,
+    ReadCount,
+    fixed_tokens,
+    measure_decode,
+)
 
 
 class FakeEngine:
@@ -83,3 +90,46 @@ def test_the_probe_reads_the_memory_that_it_is_given() -> None:
     probe = MemoryProbe(memory, isa="scalar", threads=2)
     assert probe.nbytes == (1 << 20) + (1 << 15)
     assert probe() > 0
+
+
+def test_the_disk_is_measured_at_the_same_moments_and_its_share_is_the_median_repeats() -> None:
+    events: list[str] = []
+    engine = FakeEngine(events, [[1.0, 1.0], [0.5, 0.5], [0.25, 0.25], [1.0, 1.0]])
+    rates = iter([100.0, 300.0, 500.0, 300.0])
+    physical = iter([0, 95, 100, 190, 200, 295])
+    logical = iter([0, 100, 100, 200, 200, 300])
+    decoded = iter([7, 100, 160, 240])
+
+    def rate() -> float:
+        events.append("disk")
+        return next(rates)
+
+    bench = measure_decode(
+        engine,
+        prompt=[1],
+        tokens=[2, 3],
+        repeats=3,
+        read_rate=lambda: 1.0,
+        disk=DiskLimit(rate, lambda: ReadCount(next(logical), next(physical)), lambda: next(decoded)),
+    )
+    assert events == ["replay", "disk", "replay", "disk", "replay", "disk", "replay", "disk"]
+    # 100 B in 1 s at 200 B/s, 160 B in 0.5 s at 400 B/s, 240 B in 2 s at 400 B/s
+    assert bench.of_disk == pytest.approx(0.5)
+    assert bench.physical_of_logical == pytest.approx((95 + 90 + 95) / 300)
+    record = bench.record()
+    assert record["disk_bytes_per_token"] == pytest.approx(500 / 6)
+    assert record["read_rate_from_disk"] == pytest.approx(500 / 3.5)
+    assert record["disk_bytes_per_s"] == 300.0
+
+
+def test_a_model_in_memory_has_no_share_of_the_disk() -> None:
+    engine = FakeEngine([], [[1.0], [1.0]])
+
+    def never() -> float:
+        raise AssertionError
+
+    disk = DiskLimit(never, lambda: ReadCount(0, None), lambda: 0)
+    bench = measure_decode(engine, prompt=[1], tokens=[2], repeats=1, read_rate=lambda: 1.0, disk=disk)
+    assert bench.of_disk is None
+    assert bench.physical_of_logical is None
+    assert "of_disk" not in bench.record()

@@ -48,7 +48,8 @@ def command(
     """Decode fixed tokens with MODEL, a directory, and compare with the rate at which memory can be read.
 
     The tokens are fed, not sampled, so every configuration computes the same routes. Rates are medians over repeats;
-    memory is read before each repeat and after the last one, in the same process and with as many threads.
+    memory is read before each repeat and after the last one, in the same process and with as many threads. Where
+    experts come from disk, so is the disk: random experts, with the reads under way that the engine has.
     """
     from picaflor.runtime.bench import MemoryProbe, measure_decode
     from picaflor.runtime.plan import DEFAULT_CONTEXT
@@ -64,6 +65,7 @@ def command(
             tokens=ids[prompt_tokens:],
             repeats=repeats,
             read_rate=MemoryProbe(engine.weight_memory(), isa=engine.isa, threads=engine.threads),
+            disk=engine.disk_limit(),
             progress=lambda done, total: line("repeat", done, total),
         )
         line.clear()
@@ -114,6 +116,7 @@ def _record(engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: 
         **{name: run[name] for name in kept},
         "prompt_tokens": prompt_tokens,
         "token_seed": token_seed,
+        "reads": engine.plan.reading.to_json() if engine.plan.store is not None else None,
         "hit_rate": run["decode"]["hit_rate"],
         "disk_bytes_per_token": run["decode"]["read_bytes_per_token"],
         "shares": run["decode"]["shares"],
@@ -137,3 +140,11 @@ def _print(record: dict[str, Any]) -> None:
         f" {record['read_bytes_per_s'] / 1e9:.1f} GB/s: floor {record['floor_tokens_per_s']:.1f} tokens/s,"
         f" reached {record['of_floor']:.2f} of it"
     )
+    if "of_disk" in record:
+        physical = record["physical_of_logical"]
+        share = "" if physical is None else f"; the system fetched {physical:.2f} of the bytes read"
+        print(
+            f"disk {record['disk_bytes_per_s'] / 1e9:.2f} GB/s ({record['reads']['mode']}, {record['reads']['engine']},"
+            f" depth {record['reads']['depth']}): used {record['read_rate_from_disk'] / 1e9:.2f} GB/s, reached"
+            f" {record['of_disk']:.2f} of it{share}"
+        )

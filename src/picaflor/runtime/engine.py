@@ -21,7 +21,8 @@ from picaflor.errors import ContextExceeded, UsageError
 from picaflor.formats.base import F32
 from picaflor.models.blocks.moe import MoE
 from picaflor.runtime import builtin
-from picaflor.runtime.bench import MemoryProbe
+from picaflor.runtime.bench import DiskLimit, MemoryProbe, ReadCount
+from picaflor.runtime.diskbench import ExpertProbe
 from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.plan import EngineOptions, Plan, Progress, build, formats_in_words
@@ -31,6 +32,7 @@ from picaflor.runtime.sketch import token_bytes
 from picaflor.runtime.tokenizer import StopSet, Tokenizer, stop_set
 from picaflor.store.budget import process_memory
 from picaflor.store.counters import LayerCounters
+from picaflor.store.reader import native_pool
 from picaflor.telemetry.names import TIME_CLASSES
 from picaflor.telemetry.process import physical_read_bytes
 from picaflor.telemetry.record import Memory, Phase, Record
@@ -78,6 +80,7 @@ class Engine:
         self._first_token_s = 0.0
         self._seconds: dict[str, float] = {}
         self._memory_limit: float | None = None
+        self._probes: list[ExpertProbe] = []
 
     @classmethod
     def open(
@@ -116,6 +119,8 @@ class Engine:
 
     def close(self) -> None:
         """Free memory and files."""
+        for probe in self._probes:
+            probe.close()
         self.plan.close()
 
     @property
@@ -308,6 +313,27 @@ class Engine:
         """The weights that are in memory now; for measuring: the bytes stay mapped while the model is open."""
         store = self.plan.store
         return [*self.plan.resident_memory, *(store.memory() if store is not None else [])]
+
+    def disk_limit(self) -> DiskLimit | None:
+        """How a bench measures the disk beside decoding, None for a model without experts.
+
+        A pool of its own reads, with memory for a few experts, until the model is closed.
+        """
+        store, reading = self.plan.store, self.plan.reading
+        if store is None:
+            return None
+        probe = ExpertProbe(
+            store.files,
+            reading.sources(self.plan.container),
+            native_pool(reading.depth, engine=reading.engine),
+            depth=reading.depth,
+        )
+        self._probes.append(probe)
+        return DiskLimit(
+            rate=probe,
+            counted=lambda: ReadCount(store.counters.total().read_bytes, physical_read_bytes()),
+            decoded=lambda: self._decode.read_bytes,
+        )
 
     def _counts(self) -> _Counts:
         store = self.plan.store

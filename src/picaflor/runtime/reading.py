@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from picaflor.container.strict_json import show_path
 from picaflor.container.types import Expert
@@ -65,6 +66,15 @@ class Reading:
     def direct_shards(self) -> frozenset[int]:
         """Shards whose experts need slots with room for whole blocks."""
         return frozenset(shard for _, shard in self.blocks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The decision as JSON data."""
+        return {
+            "mode": "direct" if self.blocks else "buffered",
+            "engine": self.engine,
+            "depth": self.depth,
+            "mirror_weights": list(self.mirror.weights) if self.mirror is not None else None,
+        }
 
     def sources(self, container: ShardFiles) -> Sources:
         """The files as a store's reader wants them; each store has its own."""
