@@ -75,7 +75,7 @@ def tree16(lanes, R: tl.constexpr):
 
 @triton.jit
 def rank(x):
-    """int64 in the order of the floats, as in native/cpu/ops_choose.cpp: 0 for NaN, both zeros equal, never negative."""
+    """int64 in the order of the floats, as native/cpu/ops_choose.cpp has it: 0 for NaN, both zeros equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     word = bits.to(tl.int64) & 0xFFFFFFFF
     word = tl.where(bits < 0, 0xFFFFFFFF - word, word + 0x80000000)

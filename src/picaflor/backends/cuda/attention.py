@@ -1,4 +1,4 @@
-"""Attention over pages in Triton, in blocks of 256 positions that are merged ascending; the same bits as one row's loop.
+"""Attention over pages in Triton, in blocks of 256 positions that are merged ascending, as one row's loop does.
 
 Knows queries, cached planes `[tokens, width]` and page tables; must not know formats, models or recorders. A row's keys
 of one block are its visible or selected positions in ascending order, at most 256. Five kernels: which tokens, scores,
@@ -8,7 +8,7 @@ softmax, weighted sums, merge. H heads read the same keys; tile sizes change spe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -180,7 +180,8 @@ def _weigh(weights, values, values_width, counts, tokens, sums, rows, blocks, he
                 t = i + u
                 token = tl.load(tokens + (row * blocks + block) * 256 + t, mask=t < count, other=0).to(tl.int64)
                 real = (t < count)[:, None, None]
-                v = tl.load(column + (token * values_width)[:, None, None], mask=real & (col < W)[None, None, :], other=0.0)
+                inside = real & (col < W)[None, None, :]
+                v = tl.load(column + (token * values_width)[:, None, None], mask=inside, other=0.0)
                 p = tl.load(at + t, mask=(t < count)[:, None], other=0.0)[:, :, None]
                 acc = tl.where(real, tl.fma(p, v, acc), acc)
         out = sums + (((row[:, None] * heads + head) * blocks + block) * W)[:, :, None] + col[None, None, :]

@@ -6,7 +6,6 @@ the reason where no device can be used; nothing else is then tried.
 
 from __future__ import annotations
 
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -74,7 +73,8 @@ DEVICE_SHARE: Final = 0.92
 class CudaBackend:
     """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
 
-    `calls` counts steps that ran on the device, by operation. Raises UsageError for a precision that there is not,
+    `calls` counts steps that ran on the device, by operation. `graphs`: whether what is recorded from now on may be
+    captured. Raises UsageError for a precision that there is not,
     UnsupportedKernel where no device can be used.
     """
 
@@ -99,6 +99,7 @@ class CudaBackend:
         self.precision: Precision = precision
         self.table = capabilities.declare(CapabilityTable(), backend) if table is None else table
         self.calls: Counter[str] = Counter()
+        self.graphs = True
         self._fail_after = fail_after
         self._vram_bytes = vram_bytes
         self._notice = notice
@@ -141,6 +142,7 @@ class CudaBackend:
             twin=twin,
             allowed=self._allowed,
             ready=self._ready,
+            captures=self.graphs and self.device.type != "cpu" and self._fail_after is None,
             max_rows=max_rows,
             max_outputs=max_outputs,
             page_tokens=page_tokens,

@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
 if TYPE_CHECKING:
     from picaflor.backends.cuda.host import HostTwin
+    from picaflor.backends.cuda.tier import ExpertTier
 
+GRAPH_ROWS: Final = 8
+"""Most rows that a captured graph computes; more rows keep the device busy without one."""
 CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
 
 
@@ -57,6 +62,13 @@ class Step:
     run: Callable[[Frame, Space], None]
 
 
+@dataclass(slots=True)
+class Graph:
+    """A graph of one size; None until it was captured."""
+
+    captured: Any = None
+
+
 class DeviceFailed(Exception):
     """A call of the device failed, and the host computes on. The text says why."""
 
@@ -74,6 +86,7 @@ class Batches:
     pages: int
     page_tokens: int
     device: Any
+    captures: bool = False
     touched: set[int] = field(default_factory=set)
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
@@ -169,7 +182,7 @@ class CudaProgram:
         *,
         allowed: Callable[[str], None],
         ready: Callable[[ExpertProvider | None], None],
-        shrink: Callable[[], bool],
+        tier: ExpertTier,
     ) -> None:
         self._steps = tuple(steps)
         self._batches = batches
@@ -177,7 +190,10 @@ class CudaProgram:
         self._number = number
         self._allowed = allowed
         self._ready = ready
-        self._shrink = shrink
+        self._tier = tier
+        self._graphs: dict[tuple[int, int, int], Graph] = {}
+        self._graphs_of = -1
+        self.replays = 0
         self._written: dict[Rows, F32] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
 
@@ -199,7 +215,7 @@ class CudaProgram:
             try:
                 self._run(self._batches.load(batch, experts))
             except torch.OutOfMemoryError:
-                if not self._shrink():
+                if not self._tier.shrink():
                     raise
                 for rows, values in self._written.items():
                     rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
@@ -213,6 +229,41 @@ class CudaProgram:
 
     def _run(self, frame: Frame) -> None:
         self._ready(frame.experts)
+        if self._capturable(frame):
+            self._replay(frame)
+        else:
+            self._launch(frame)
+
+    def _capturable(self, frame: Frame) -> bool:
+        """Whether a captured graph can do it: few rows, nothing that asks the host in between."""
+        here = self._tier.all_here or not any(step.op == "expert_ffn" for step in self._steps)
+        return self._batches.captures and here and 0 < frame.rows.count <= GRAPH_ROWS
+
+    def _replay(self, frame: Frame) -> None:
+        """Run by a captured graph. The first call of a size runs eagerly, the second is captured, later ones replay."""
+        if self._graphs_of != self._tier.version:
+            self._graphs.clear()
+            self._graphs_of = self._tier.version
+        blocks = triton.next_power_of_2(-(-frame.longest // BLOCK_KEYS))
+        wide = replace(frame, longest=min(blocks * BLOCK_KEYS, self._batches.capacity))
+        key = (frame.rows.count, frame.outputs.count, blocks)
+        known = self._graphs.get(key)
+        if known is None:
+            self._launch(wide)
+            self._graphs[key] = Graph()
+            return
+        if known.captured is None:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                self._launch(wide)
+            known.captured = captured
+        else:
+            for step in self._steps:
+                self._allowed(step.op)
+        known.captured.replay()
+        self.replays += 1
+
+    def _launch(self, frame: Frame) -> None:
         for step in self._steps:
             space = frame.outputs if step.outputs else frame.rows
             if space.count:

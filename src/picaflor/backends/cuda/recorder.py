@@ -5,24 +5,57 @@ Knows shapes, buffers of torch and the modules that launch; must not know famili
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-from picaflor.backends.api import GQA, MLA, ExpertLayout, ExpertProvider, KVPlane, RopeStyle, RouterSpec, Rows, Vector, Weight
+from picaflor.backends.api import (
+    GQA,
+    MLA,
+    ExpertLayout,
+    ExpertProvider,
+    KVPlane,
+    RopeStyle,
+    RouterSpec,
+    Rows,
+    Vector,
+    Weight,
+)
 from picaflor.backends.cuda import choose, latent, rows
-from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.attention import Keys
+from picaflor.backends.cuda.formats import Needs, needs
 from picaflor.backends.cuda.host import FINISH, Call, HostTwin
+from picaflor.backends.cuda.matmul import matmul
+from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import HeldMatrix
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
+
+_FIRST_WRITTEN: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "embed": 1,
+        "rmsnorm": 2,
+        "layernorm": 3,
+        "matmul": 2,
+        "rope": 0,
+        "add": 0,
+        "silu_mul": 2,
+        "select_outputs": 1,
+        "kv_write": 1,
+        "index_select": 3,
+        "attention": 1,
+        "router": 2,
+        "expert_ffn": 3,
+    }
+)
+"""By operation, the first of its arguments that it writes to; the rows behind it are written too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +116,7 @@ class CudaRecorder:
         twin: HostTwin,
         allowed: Callable[[str], None],
         ready: Callable[[ExpertProvider | None], None],
+        captures: bool,
         max_rows: int,
         max_outputs: int,
         page_tokens: int,
@@ -100,12 +134,14 @@ class CudaRecorder:
         self._ready = ready
         self._max_rows = max(max_rows, max_outputs)
         self._shift = page_tokens.bit_length() - 1
-        self._batches = Batches(max_rows, max_outputs, pages, page_tokens, device)
+        self._batches = Batches(max_rows, max_outputs, pages, page_tokens, device, captures)
         self._planes: dict[tuple[int, str], KVPlane] = {}
         self._ropes: dict[tuple[int, float], RopeTable] = {}
         self._buffers: list[Tensor] = []
         self._steps: list[Step] = []
         self._outputs = False
+        self._rooms: dict[tuple[int, int, int, Needs], Prepared] = {}
+        self._prepared: set[tuple[int, int, int, Needs]] = set()
         self._programs = 0
         twin.fetch = self._page
 
@@ -140,6 +176,7 @@ class CudaRecorder:
     def workspace_bytes(self) -> int:
         """Bytes of buffers and tables on the device, the scratch of attention not counted."""
         buffers = sum(buffer.numel() * 4 for buffer in self._buffers)
+        buffers += sum(room.digits.numel() + 12 * room.scales.numel() for room in self._rooms.values())
         return buffers + self._batches.nbytes + sum(table.nbytes for table in self._ropes.values())
 
     def plane_bytes(self) -> int:
@@ -199,11 +236,25 @@ class CudaRecorder:
         _check(not _overlap(x, out), f"{weight.name}: out aliases x")
         self._select("matmul", weight.format, weight.name)
         held, v, o = _matrix(weight), _view(x), _view(out)
+        wanted = needs(weight.format, weight.group_size, self._precision)
+        made, fresh = (None, False) if wanted is None else self._prepared_rows(x, wanted)
 
         def run(_: Frame, space: Space) -> None:
-            matmul(v[: space.count], held.device, o[: space.count], self._precision)
+            given = v[: space.count]
+            if fresh and wanted is not None:
+                prepare(given, wanted, into=made)
+            matmul(given, held.device, o[: space.count], self._precision, prepared=made)
 
         self._record("matmul", "head" if self._outputs else "matmul", run, (x, weight, out))
+
+    def _prepared_rows(self, x: Rows, wanted: Needs) -> tuple[Prepared, bool]:
+        """Where rows are prepared for matrices with these needs, and whether that is still to be done here."""
+        key = (id(x.handle), x.start, x.width, wanted)
+        if key not in self._rooms:
+            self._rooms[key] = room_for(wanted, x.width, self._max_rows, self._device)
+        fresh = key not in self._prepared
+        self._prepared.add(key)
+        return self._rooms[key], fresh
 
     def rope(
         self, x: Rows, *, heads: int, head_width: int, start: int, dims: int, theta: float, style: RopeStyle
@@ -224,7 +275,14 @@ class CudaRecorder:
             rows.rope(v, space.positions, table.cos, table.sin, rows=space.count, heads=heads, head_width=head_width,
                       start=start, interleaved=style == "interleaved")  # fmt: skip
 
-        options = {"heads": heads, "head_width": head_width, "start": start, "dims": dims, "theta": theta, "style": style}
+        options = {
+            "heads": heads,
+            "head_width": head_width,
+            "start": start,
+            "dims": dims,
+            "theta": theta,
+            "style": style,
+        }
         self._record("rope", "other", run, (x,), options)
 
     def add(self, x: Rows, y: Rows) -> None:
@@ -256,6 +314,7 @@ class CudaRecorder:
         _check(not self._outputs, "select_outputs a second time in one program")
         self._select("select_outputs")
         self._outputs = True
+        self._prepared.clear()  # of other rows
         v, o = _view(x), _view(out)
 
         def run(frame: Frame, space: Space) -> None:
@@ -387,9 +446,11 @@ class CudaRecorder:
         self._table.announce()
         self._twin.calls.append(Call(FINISH, (), {}))
         steps, self._steps, self._outputs = self._steps, [], False
+        self._prepared.clear()
         number, self._programs = self._programs, self._programs + 1
-        return CudaProgram(steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready,
-            shrink=self._tier.shrink)
+        return CudaProgram(
+            steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready, tier=self._tier
+        )
 
     # ---- helpers ----
 
@@ -406,6 +467,9 @@ class CudaRecorder:
         """Keep a step, and for the host the call `name` (that of the operation where it is left out)."""
         self._twin.calls.append(Call(name or op, arguments, options or {}))
         self._steps.append(Step(op, kind, self._outputs, run))
+        written = (word for word in arguments[_FIRST_WRITTEN[op] :] if isinstance(word, Rows))
+        changed = {id(rows.handle) for rows in written}
+        self._prepared = {key for key in self._prepared if key[0] not in changed}
 
     def _select(
         self, op: str, format_name: str = NO_FORMAT, what: str = "", *, also: Sequence[tuple[str, str]] = ()

@@ -2,8 +2,8 @@
 
 Knows layouts, slots and heat; must not know families, files or who reads them. Where every expert fits, all are copied
 before the first call and no call asks the host again. Else a call computes the experts that are here, then those that
-are sent for; which ones were here changes no bit. A slot's expert is known by (layer, expert) and the slot's generation;
-kernels find it only through a table that is written after the copy was ordered before them.
+are sent for; which ones were here changes no bit. Kernels find a slot only through a table, and a table names a slot
+only when its copy comes before those kernels: a half-written one is never read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
-from picaflor.backends.cuda.experts import ExpertTable, combine, expert_ffn, kind_of_layout, plane_addresses, table_for
+from picaflor.backends.cuda.experts import ExpertTable, combine, expert_ffn, table_for
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.staging import Staging
 from picaflor.errors import OutOfBudget
@@ -49,7 +49,6 @@ class HeldLayer:
     layer: int
     layouts: tuple[ExpertLayout, ...]
     hidden: int
-    kinds: NDArray[np.int32]
     slots: dict[int, Slot] = field(default_factory=dict)
     heat: NDArray[np.float64] = field(init=False)
     table: ExpertTable | None = None
@@ -75,13 +74,13 @@ class TierCounters:
 
 class ExpertTier:
     """All slots of one device. `free()` says how many bytes experts may take (asked when the first call comes);
-    `notice` gets a line where that was too much.
+    `notice` gets a line where that was too much. `version` changes with the memory of the slots. `most_slots`
+    bounds them where it is set before the first call.
     """
 
-    def __init__(
-        self, device: Any, precision: str, *, free: Callable[[], int], notice: Callable[[str], None]
-    ) -> None:
+    def __init__(self, device: Any, precision: str, *, free: Callable[[], int], notice: Callable[[str], None]) -> None:
         self.counters = TierCounters()
+        self.version = 0
         self._device = device
         self._precision = precision
         self._free_bytes = free
@@ -94,8 +93,10 @@ class ExpertTier:
         self._kept: dict[Key, Slot] = {}
         self._staging: Staging | None = None
         self._calls = 0
-        self._limit: int | None = None
+        self.most_slots: int | None = None
+        self._shrunk = False
         self._arrived: Tensor = None
+        self._counters_kept: list[Tensor] = []
 
     # ---- recording ----
 
@@ -109,9 +110,7 @@ class ExpertTier:
         known = self._layers.get(layer)
         if known is not None and known.layouts == tuple(layouts):
             return known
-        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(kind_of_layout, layouts)))}
-        numbers = np.array([kinds[kind_of_layout(layout)] for layout in layouts], np.int32)
-        held = HeldLayer(layer, tuple(layouts), hidden, numbers)
+        held = HeldLayer(layer, tuple(layouts), hidden)
         self._layers[layer] = held
         self._forget()
         return held
@@ -155,32 +154,34 @@ class ExpertTier:
     def shrink(self) -> bool:
         """Give a quarter of the slots back after the device ran out of memory. False where nothing is left to give."""
         slots = self.slots
-        if slots <= 1 or self._limit is not None:
+        if slots <= 1 or self._shrunk:
             return False
-        self._limit = max(1, slots * 3 // 4)
+        self._shrunk = True
+        self.most_slots = max(1, slots * 3 // 4)
         self._forget()
         self._notice(
-            f"the device is out of memory: expert slots go from {slots} to {self._limit} "
-            f"({format_bytes(self._limit * self.stride)}); to cure: lower --vram, --ctx or --prefill-chunk"
+            f"the device is out of memory: expert slots go from {slots} to {self.most_slots} "
+            f"({format_bytes(self.most_slots * self.stride)}); to cure: lower --vram, --ctx or --prefill-chunk"
         )
         return True
 
     def _take(self) -> None:
-        wanted = min(self.experts, self._free_bytes() // self.stride)
-        if self._limit is not None:
-            wanted = min(wanted, self._limit)
+        room = self._free_bytes()
+        wanted = min(self.experts, room // self.stride)
+        if self.most_slots is not None:
+            wanted = min(wanted, self.most_slots)
         if wanted < 1:
             raise OutOfBudget(
-                f"one expert needs {format_bytes(self.stride)} of the device's memory, {format_bytes(self._free_bytes())} "
-                "are left for experts: raise --vram, or lower --ctx or --prefill-chunk"
+                f"one expert needs {format_bytes(self.stride)} of the device's memory, {format_bytes(room)} are left "
+                "for experts: raise --vram, or lower --ctx or --prefill-chunk"
             )
         try:
             self._memory = torch.zeros((wanted, self.stride), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
-            self._limit, before = max(1, wanted * 3 // 4), self._limit
-            if before is not None:
+            if self._shrunk:
                 raise OutOfBudget(f"the device gives no memory for {wanted} expert slots: {error}") from error
-            self._notice(f"the device gives no memory for {wanted} expert slots: {self._limit} are taken")
+            self._shrunk, self.most_slots = True, max(1, wanted * 3 // 4)
+            self._notice(f"the device gives no memory for {wanted} expert slots: {self.most_slots} are taken")
             self._take()
             return
         every = [Slot(number) for number in range(wanted)]
@@ -190,6 +191,7 @@ class ExpertTier:
 
     def _forget(self) -> None:
         """Nothing is here any more."""
+        self.version += 1
         self._memory, self._staging, self._free, self._passing, self._kept = None, None, [], [], {}
         self._provider = None
         for held in self._layers.values():
@@ -293,6 +295,7 @@ class ExpertTier:
         needed = ids.shape[0] * ids.shape[1] * (inner // 16 + 1)
         if self._arrived is None or self._arrived.numel() < needed:
             self._arrived = torch.zeros(needed, dtype=torch.int32, device=self._device)
+            self._counters_kept.append(self._arrived)  # a captured graph goes on using its own
         return self._arrived
 
     def _warm(self, held: HeldLayer, wanted: Sequence[int]) -> None:
@@ -302,10 +305,8 @@ class ExpertTier:
             for other in self._layers.values():
                 other.heat *= 0.5
 
-    def _sent_for(
-        self, held: HeldLayer, given: Sequence[tuple[int, int]], busy: set[Key]
-    ) -> Iterator[dict[int, Slot]]:
-        """Send experts to slots, as many at a time as there are slots; each part is computed before the next is sent."""
+    def _sent_for(self, held: HeldLayer, given: Sequence[tuple[int, int]], busy: set[Key]) -> Iterator[dict[int, Slot]]:
+        """Send experts to slots, as many at a time as there are; each part is computed before the next is sent."""
         part: dict[int, Slot] = {}
         passing = list(self._passing)
         for number, address in given:
