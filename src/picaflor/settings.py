@@ -38,6 +38,8 @@ DATA_COMMANDS = (
     "convert",
     "bench decode",
     "bench kernels",
+    "bench disk",
+    "mirror verify",
     "verify",
 )
 ALL_COMMANDS = tuple(dict.fromkeys((*ENGINE_COMMANDS, *TEXT_COMMANDS, *DATA_COMMANDS)))
@@ -246,7 +248,9 @@ class Settings:
         _count(1, 1024), None, "Reads under way at once, with io_uring.", ENGINE_COMMANDS, unset="8"
     )
     read_engine: str = _option(
-        _choice("auto", "threads", "io_uring"), "auto", "What carries reads out; auto is threads.", ENGINE_COMMANDS
+        _choice("auto", "threads", "io_uring"), "auto", "What carries reads out; auto is threads.",
+        (*ENGINE_COMMANDS, "bench disk"),
+        other_help={"bench disk": "What carries reads out. Default: all that the system allows, one after the other."},
     )
     direct: str = _option(
         _choice("auto", "on", "off"),
@@ -255,7 +259,10 @@ class Settings:
         ENGINE_COMMANDS,
     )
     split: tuple[str, ...] = _option(
-        _texts("DIR"), (), "Directory with more of the model's shards; may be repeated.", ENGINE_COMMANDS
+        _texts("DIR"),
+        (),
+        "Directory with more of the model's shards; may be repeated.",
+        (*ENGINE_COMMANDS, "mirror verify"),
     )
     mirror: tuple[str, ...] = _option(
         _texts("DIR"),

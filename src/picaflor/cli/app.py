@@ -34,7 +34,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "eval": ("picaflor.cli.eval", "Mean negative log-likelihood and perplexity of text files."),
     "verify": ("picaflor.cli.verify", "Every kernel against an independent oracle."),
     "tune": ("picaflor.cli.tune", "Measure which options are fastest here, for one model."),
-    "bench": ("picaflor.cli.bench", "Measure kernels and decoding."),
+    "mirror": ("picaflor.cli.mirror", "Copies of a model on a second drive."),
+    "bench": ("picaflor.cli.bench", "Measure kernels, decoding and drives."),
 }
 
 

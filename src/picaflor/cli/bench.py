@@ -13,10 +13,11 @@ from picaflor.cli.lazy import LazyGroup
 
 BENCHES: Mapping[str, tuple[str, str]] = {
     "kernels": ("picaflor.cli.bench_kernels", "Rates of the kernels beside what memory gives."),
+    "disk": ("picaflor.cli.bench_disk", "What a drive gives in the shape of the engine's reads."),
     "decode": ("picaflor.cli.bench_decode", "Decoding speed of a model beside its floor."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=BENCHES)
 def command() -> None:
-    """Measure kernels and decoding."""
+    """Measure kernels, decoding and drives."""
