@@ -248,7 +248,9 @@ class Settings:
         _count(1, 1024), None, "Reads under way at once, with io_uring.", ENGINE_COMMANDS, unset="8"
     )
     read_engine: str = _option(
-        _choice("auto", "threads", "io_uring"), "auto", "What carries reads out; auto is threads.",
+        _choice("auto", "threads", "io_uring"),
+        "auto",
+        "What carries reads out; auto is threads.",
         (*ENGINE_COMMANDS, "bench disk"),
         other_help={"bench disk": "What carries reads out. Default: all that the system allows, one after the other."},
     )
@@ -262,7 +264,7 @@ class Settings:
         _texts("DIR"),
         (),
         "Directory with more of the model's shards; may be repeated.",
-        (*ENGINE_COMMANDS, "mirror verify"),
+        (*ENGINE_COMMANDS, "convert", "mirror verify"),
     )
     mirror: tuple[str, ...] = _option(
         _texts("DIR"),

@@ -20,9 +20,10 @@ from picaflor.cli.app import run_command_line
 from picaflor.container import writer as writer_module
 from picaflor.container.expert_file import plan_reads
 from picaflor.container.index import Container
-from picaflor.convert import converter, stored
+from picaflor.convert import converter, stored, target
 from picaflor.convert.converter import ConvertOptions, convert
 from picaflor.convert.policy import Policy, encodable
+from picaflor.convert.target import Target
 from picaflor.errors import BadContainer, MissingTensor, PicaflorError, UsageError, WriteFailed
 from picaflor.formats import e8_iq3
 from picaflor.formats.base import F32
@@ -276,16 +277,16 @@ def test_what_an_interrupted_run_with_other_options_left_is_not_used(
     convert(checkpoint, tmp_path / "out", options)
     convert(checkpoint, tmp_path / "whole", options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert not (tmp_path / "out" / converter.STATE).exists()
+    assert not (tmp_path / "out" / target.STATE).exists()
 
 
 def test_a_second_conversion_into_the_same_place_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with converter._locked(tmp_path / ".out.partial"):
+    with Target(tmp_path / "out", [])._locked():
         with pytest.raises(UsageError, match="another conversion is at work there"):
             convert(checkpoint, tmp_path / "out")
-        assert [path.name for path in (tmp_path / ".out.partial").iterdir()] == [converter.LOCK]
+        assert [path.name for path in (tmp_path / ".out.partial").iterdir()] == [target.LOCK]
     convert(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out" / converter.LOCK).exists()
+    assert not (tmp_path / "out" / target.LOCK).exists()
 
 
 def test_a_stale_temporary_file_is_cleaned_away(

@@ -8,27 +8,33 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from picaflor import settings as table
-from picaflor.cli.model import Progress
+from picaflor.cli.model import Progress, counted
+from picaflor.errors import UsageError
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from picaflor.convert.converter import ConvertReport
+    from picaflor.convert.relayout import RelayoutReport
+
+DEFAULT_FORMAT = "int4-grouped"
 
 
 @click.command()
 @click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--format", "experts", default="int4-grouped", help="Format of routed experts. Default: int4-grouped.")
+@click.option(
+    "--relayout", is_flag=True, help="Copy a container byte for byte into the file order of one read per expert."
+)
+@click.option("--format", "experts", help="Format of routed experts. Default: int4-grouped.")
 @click.option(
     "--resident-format",
     "resident",
-    default="int4-grouped",
     help="Format of attention, dense layers and shared experts. Default: int4-grouped.",
 )
 @click.option("--source-group-size", type=click.IntRange(min=1), help="Group size of a source that does not state it.")
@@ -39,8 +45,9 @@ if TYPE_CHECKING:
 def command(
     source: Path,
     out: Path,
-    experts: str,
-    resident: str,
+    relayout: bool,
+    experts: str | None,
+    resident: str | None,
     source_group_size: int | None,
     shard_size: str,
     mtp: bool,
@@ -51,31 +58,111 @@ def command(
 
     OUT appears only when it is complete. An interrupted run leaves `.OUT.partial` beside it; the same command goes on
     from there. Embedding, head, indexer and draft layer are int8-row, routers and norms f32. --group-size is that of
-    the int4-grouped tensors that are written, 64 by default.
+    the int4-grouped tensors that are written, 64 by default. --relayout changes no byte of any tensor, and verifies it.
     """
-    from picaflor.convert.converter import ConvertOptions, convert
-    from picaflor.convert.policy import DEFAULT_GROUP_SIZE, Policy
-
-    policy = Policy(experts=experts, resident=resident, group_size=settings.group_size or DEFAULT_GROUP_SIZE)
-    options = ConvertOptions(
-        policy=policy,
-        draft=mtp,
-        shard_bytes=parse_bytes(shard_size),
-        source_group_size=source_group_size,
-        strict=settings.strict,
-        threads=settings.threads,
-    )
     line = Progress()
     started = time.monotonic()
-
+    shard_bytes = parse_bytes(shard_size)
     try:
-        report = convert(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
+        report: RelayoutReport | ConvertReport
+        if relayout:
+            _check_lossless(experts, resident, mtp, settings)
+            report = _relayout(source, out, source_group_size, shard_bytes, dry_run, settings, line)
+        else:
+            report = _convert(
+                source, out, experts, resident, source_group_size, shard_bytes, mtp, dry_run, settings, line
+            )
     finally:
         line.clear()
     if settings.json:
         print(json.dumps(report.record() | {"seconds": time.monotonic() - started}))
+    elif relayout:
+        _print_relayout(cast("RelayoutReport", report))
     else:
-        _print(report)
+        _print(cast("ConvertReport", report))
+
+
+def _convert(
+    source: Path,
+    out: Path,
+    experts: str | None,
+    resident: str | None,
+    source_group_size: int | None,
+    shard_bytes: int,
+    mtp: bool,
+    dry_run: bool,
+    settings: Settings,
+    line: Progress,
+) -> ConvertReport:
+    from picaflor.convert.converter import ConvertOptions, convert
+    from picaflor.convert.policy import DEFAULT_GROUP_SIZE, Policy
+
+    policy = Policy(
+        experts=experts or DEFAULT_FORMAT,
+        resident=resident or DEFAULT_FORMAT,
+        group_size=settings.group_size or DEFAULT_GROUP_SIZE,
+    )
+    options = ConvertOptions(
+        policy=policy,
+        draft=mtp,
+        split=tuple(map(Path, settings.split)),
+        shard_bytes=shard_bytes,
+        source_group_size=source_group_size,
+        strict=settings.strict,
+        threads=settings.threads,
+    )
+    return convert(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
+
+
+def _relayout(
+    source: Path,
+    out: Path,
+    group_size: int | None,
+    shard_bytes: int,
+    dry_run: bool,
+    settings: Settings,
+    line: Progress,
+) -> RelayoutReport:
+    from picaflor.convert.relayout import RelayoutOptions, relayout
+
+    options = RelayoutOptions(
+        split=tuple(map(Path, settings.split)),
+        shard_bytes=shard_bytes,
+        group_size=group_size,
+        strict=settings.strict,
+        threads=settings.threads,
+    )
+    return relayout(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
+
+
+def _check_lossless(experts: str | None, resident: str | None, mtp: bool, settings: Settings) -> None:
+    """Raises UsageError for an option that would change what is copied."""
+    given = {
+        "--format": experts is not None,
+        "--resident-format": resident is not None,
+        "--no-mtp": not mtp,
+        "--group-size": settings.group_size is not None,
+    }
+    wrong = next((flag for flag, there in given.items() if there), None)
+    if wrong is not None:
+        raise UsageError(f"{wrong} does not go with --relayout, which changes no byte; leave one of them out")
+
+
+def _print_relayout(report: RelayoutReport) -> None:
+    """What was copied, and what became of the reads."""
+    size = format_bytes(report.nbytes)
+    before = counted(report.reads_before, "read")
+    if report.written:
+        print(f"{size} in {report.tensors} tensors copied to {report.out}, every byte compared")
+        print(f"{report.experts} experts, {before} each before, {counted(report.reads_after or 0, 'read')} now")
+    else:
+        print(f"{size} in {report.tensors} tensors would be copied to {report.out}")
+        print(f"{report.experts} experts, {before} each now, one then")
+        print(f"free there: {format_bytes(report.free_bytes)}; nothing was written")
+    if report.side_files:
+        print(f"side files: {', '.join(report.side_files)}")
+    if report.left_out:
+        print(f"not copied, because they are no part of a model: {', '.join(report.left_out)}")
 
 
 def _print(report: ConvertReport) -> None:

@@ -210,12 +210,15 @@ class ContainerWriter:
             for temp, final in temporary.items():
                 os.replace(temp, final)
                 renamed.append(final)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
         except BaseException as error:
             _clean(self._directory, (*temporary, *renamed), made)
             if isinstance(error, OSError):
                 where = show_path(self._directory)
-                raise WriteFailed(f"{where}: writing failed after {done} of {total} bytes: {error.strerror}") from error
+                more = "; finished files stay, and the same command goes on from them" if resume else ""
+                raise WriteFailed(
+                    f"{where}: writing failed after {done} of {total} bytes: {error.strerror}{more}"
+                ) from error
             raise
         return tuple(self._directory / plan.name for plan in plans)
 
@@ -412,7 +415,7 @@ def _same(path: Path, plan: _Plan) -> bool:
         return False
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make renames durable where the system can sync a directory."""
     if not hasattr(os, "O_DIRECTORY"):
         return

@@ -8,10 +8,7 @@ gets its name only when it is complete. A later run with the same source and opt
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,24 +24,15 @@ from picaflor.convert.policy import Policy
 from picaflor.convert.quality import Quality
 from picaflor.convert.source import SourceModel
 from picaflor.convert.stored import encode_blocks
-from picaflor.errors import BadContainer, UsageError, WriteFailed
+from picaflor.convert.target import Target, copy_file, processors, source_state, write_text
+from picaflor.errors import BadContainer
 from picaflor.models.base import Model
 from picaflor.models.config import Notices
 from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
 from picaflor.models.loading import ModelIndex, open_model
 
-try:
-    import fcntl
-except ImportError:  # a system without flock: two conversions into one directory are then not told apart
-    fcntl = None  # type: ignore[assignment]
-
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-STATE = "convert-state.json"
-LOCK = "convert-lock"
-SHARDS = "model-*.safetensors"
 _STATE_VERSION = 1
-# Room that the file system needs besides the tensors: headers, padding, side files.
-_SPARE_BYTES = 64 << 20
 # Keys that a family's config gets where the source does not state them.
 _STATED = {"glm_moe_dsa": {"latent_norm_eps": LATENT_NORM_EPS}}
 
@@ -55,11 +43,13 @@ Progress = Callable[[str, int, int], None]
 class ConvertOptions:
     """What to make. `source_group_size`: for a source of int4-grouped tensors that does not state it.
 
+    `split`: more directories that hold shards of the source.
     `threads` read and encode, by default one per processor; the bytes are the same for any number.
     """
 
     policy: Policy = field(default_factory=Policy)
     draft: bool = True
+    split: tuple[Path, ...] = ()
     shard_bytes: int = DEFAULT_SHARD_BYTES
     source_group_size: int | None = None
     strict: bool = False
@@ -117,22 +107,22 @@ def convert(
     WriteFailed (disk).
     """
     options = options or ConvertOptions()
-    _check_target(source, out)
+    target = Target(out, [source, *options.split])
     warnings: list[str] = []
 
     def note(text: str) -> None:
         warnings.append(text)
         warn(text)
 
-    with Container.open(source) as container:
+    with Container.open(source, extra_dirs=options.split) as container:
         notices = Notices(strict=options.strict, warn=note)
         model, index = open_model(container, group_size=options.source_group_size, notices=notices)
         job = _Job(container, model, index, options)
-        free = shutil.disk_usage(_existing_parent(out)).free
+        free = target.free_bytes
         quality = None
         if not dry_run:
             quality = Quality()
-            job.write(out, quality, free, progress)
+            job.write(target, quality, progress)
             for text in quality.warnings:
                 note(text)
         return ConvertReport(
@@ -159,29 +149,20 @@ class _Job:
         tied = ["lm_head.weight"] if head.spans == table.spans else []
         self.plan = make_plan(model, options.policy, draft=options.draft, skip=tied)
 
-    def write(self, out: Path, quality: Quality, free: int, progress: Progress | None) -> None:
-        """Write everything beside `out`, check it, and give it its name."""
-        work = out.parent / f".{out.name}.partial"
-        earlier = sum(path.stat().st_size for path in work.glob(SHARDS))
-        needed = self.plan.nbytes + _SPARE_BYTES - earlier
-        if free < needed:
-            raise WriteFailed(f"{show_path(out)}: {needed} bytes needed, {free} bytes free on this disk")
-        with _locked(work):
+    def write(self, target: Target, quality: Quality, progress: Progress | None) -> None:
+        """Write everything beside the target, check it, and give it its name."""
+        target.check_room(self.plan.nbytes)
+        with target.working(self._state()) as work:
             self._write_into(work, quality, progress)
-            try:
-                os.rename(work, out)
-            except OSError as error:
-                raise WriteFailed(f"{show_path(out)}: cannot be named: {error.strerror}; it is in {work}") from error
 
     def _write_into(self, work: Path, quality: Quality, progress: Progress | None) -> None:
-        """Write and check everything in the working directory; only what belongs to the result is left there."""
-        self._prepare(work)
+        """Write and check everything in the working directory."""
         writer = ContainerWriter(
             work,
             max_shard_bytes=self._options.shard_bytes,
             metadata={"format": "pt"},
             rules_json=rules_json(self.plan),
-            workers=self._options.threads or _processors(),
+            workers=self._options.threads or processors(),
         )
         self.plan.declare(
             writer,
@@ -191,27 +172,12 @@ class _Job:
         writer.write(resume=True, progress=None if progress is None else _named(progress))
         self._write_side_files(work)
         check_formats(work, self.plan)
-        (work / STATE).unlink()
-        (work / LOCK).unlink()
-
-    def _prepare(self, work: Path) -> None:
-        """Keep the shards of an earlier run with the same state, remove everything else."""
-        state = json.dumps(self._state(), sort_keys=True)
-        try:
-            keep = _read(work / STATE) == state
-            for path in work.iterdir():
-                if path.name != LOCK and not (keep and path.match(SHARDS)):
-                    path.unlink()
-            (work / STATE).write_text(state, encoding="utf-8")
-        except OSError as error:
-            raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
 
     def _state(self) -> dict[str, Any]:
         """What must be equal for a later run to go on: the source's files and all that shapes the result."""
-        stats = [(shard.path, shard.path.stat()) for shard in self._container.shards]
         return {
             "version": _STATE_VERSION,
-            "source": [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+            "source": source_state(self._container.shards),
             "policy": asdict(self._options.policy),
             "draft": self._options.draft,
             "shard_bytes": self._options.shard_bytes,
@@ -238,15 +204,10 @@ class _Job:
             values.setdefault(key, value)
         if self._model.draft is not None and not self._options.draft:
             values["num_nextn_predict_layers"] = 0
-        try:
-            text = json.dumps(values, indent=1, ensure_ascii=False)
-            (work / "config.json").write_text(text + "\n", encoding="utf-8")
-            for name in COPIED:
-                path = self._container.path / name
-                if path.is_file():
-                    shutil.copyfile(path, work / name)
-        except OSError as error:
-            raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
+        write_text(work / "config.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+        for path in (self._container.path / name for name in COPIED):
+            if path.is_file():
+                copy_file(path, work)
 
 
 def check_formats(directory: Path, plan: Plan) -> None:
@@ -262,53 +223,5 @@ def check_formats(directory: Path, plan: Plan) -> None:
                 )
 
 
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    """Make the working directory and hold it for this process. Raises UsageError where another one holds it."""
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        handle = os.open(work / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise WriteFailed(f"{show_path(work)}: cannot be written to: {error.strerror}") from error
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{show_path(work)}: another conversion is at work there; wait, or stop it") from None
-        yield
-    finally:
-        os.close(handle)
-
-
-def _check_target(source: Path, out: Path) -> None:
-    """Refuse a target that is there, or that lies inside the source."""
-    if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise UsageError(f"{show_path(out)}: already there; convert never overwrites, give a new directory")
-    if source.resolve() in (out.resolve(), *out.resolve().parents):
-        raise UsageError(f"{show_path(out)}: lies inside the source {show_path(source)}; give a directory elsewhere")
-
-
-def _processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _existing_parent(path: Path) -> Path:
-    """The nearest directory above a path that exists."""
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    return parent
-
-
 def _named(progress: Progress) -> Callable[[int, int], None]:
     return lambda done, total: progress("writing", done, total)
-
-
-def _read(path: Path) -> str | None:
-    """A small text file, None where there is none that can be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None

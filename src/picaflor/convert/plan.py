@@ -166,13 +166,13 @@ def make_plan(model: Model, policy: Policy, *, draft: bool = True, skip: Iterabl
     """
     left_out = frozenset(skip)
     encodes: set[tuple[str, int]] = set()
-    draft_names = _draft_names(model)
+    drafts = draft_names(model)
     lists: dict[tuple[bool, bool], list[Planned]] = {}
     for part in model.parts():
         if isinstance(part, PlaneSpec):
             continue
         name = part.gate.name if isinstance(part, ExpertSpec) else part.name
-        is_draft = name in draft_names
+        is_draft = name in drafts
         if name in left_out or (is_draft and not draft):
             continue
         item = _planned(part, policy, is_draft)
@@ -183,10 +183,14 @@ def make_plan(model: Model, policy: Policy, *, draft: bool = True, skip: Iterabl
 
 def rules_json(plan: Plan) -> str:
     """The text of `picaflor.formats`: one rule per pattern of names, exact names only where no pattern fits."""
-    choices = {matrix.spec.name: matrix.choice for matrix in plan.matrices()}
+    return rules_for({matrix.spec.name: matrix.choice for matrix in plan.matrices()}).to_json()
+
+
+def rules_for(choices: Mapping[str, Choice]) -> FormatRules:
+    """Rules that give every weight of `choices`, by tensor name, its format and group size."""
     rules = FormatRules(tuple(_rule(*item) for item in _patterns(choices)))
     wrong = [_rule(name, choice) for name, choice in choices.items() if not _says(rules.match(name), choice)]
-    return FormatRules((*wrong, *rules.rules)).to_json()
+    return FormatRules((*wrong, *rules.rules))
 
 
 def _says(rule: FormatRule | None, choice: Choice) -> bool:
@@ -214,7 +218,7 @@ def _patterns(choices: Mapping[str, Choice]) -> list[tuple[str, Choice]]:
     return [*unusual.items(), *usual.items()]
 
 
-def _draft_names(model: Model) -> frozenset[str]:
+def draft_names(model: Model) -> frozenset[str]:
     """Names of the draft head's parts; an expert counts by its gate."""
     if model.draft is None:
         return frozenset()
