@@ -1,7 +1,7 @@
 """Replay of recorded routes against any policy and number of slots, without the model.
 
-Knows ids and bytes; must not know files, memory or clocks. It takes and evicts exactly as the store does when every
-read ends at once: a test holds the two together.
+Knows ids and bytes; must not know files, memory or clocks. It counts what the store would count if every read ended
+at once.
 
     routes = Routes.read(path)
     found = replay(routes, policy="auto", slots=12)          # or slots={layer: n}, history=counts, working_slots=n
@@ -17,6 +17,8 @@ from picaflor.store.policy.base import LayerCache, Policy, PolicyFactory
 from picaflor.store.policy.choose import History, policies
 from picaflor.store.policy.ranked import RankedPolicy
 from picaflor.store.policy.rankings import Clairvoyant
+from picaflor.store.policy.shadow import Shadow
+from picaflor.store.policy.working import WorkingSet
 from picaflor.store.routes import Routes
 from picaflor.store.store import WORKING_SLOTS
 
@@ -118,20 +120,21 @@ class _Caches:
         working_slots: int | None,
         one_by_one: bool,
     ) -> None:
-        self._own: list[dict[int, None]] = [{} for _ in routes.layers]
-        self._slots: list[int] = []
-        self._policies: list[Policy | None] = []
-        self._shared: dict[tuple[int, int], None] = {}  # oldest first
-        self._one_by_one = one_by_one
+        caches = []
         for layer in routes.layers:
             wanted = slots if isinstance(slots, int) else slots[layer.layer]
             if wanted < 1:
                 raise ValueError(f"layer {layer.layer} needs 1 expert slot or more, not {wanted}")
-            self._slots.append(min(wanted, layer.experts))
-        fits = [have == layer.experts for have, layer in zip(self._slots, routes.layers, strict=True)]
-        self._working = 0 if all(fits) else working_slots
-        for have, layer, whole in zip(self._slots, routes.layers, fits, strict=True):
-            self._policies.append(None if whole else factory(LayerCache(layer.layer, have, layer.experts)))
+            caches.append(LayerCache(layer.layer, min(wanted, layer.experts), layer.experts, working_slots))
+        working: WorkingSet[int] = WorkingSet()
+        self._policies: list[Policy | None] = []
+        self._shadows: list[Shadow | None] = []
+        self._seen: list[set[int]] = [set() for _ in caches]  # of layers that fit: each expert is read once
+        for cache in caches:
+            whole = cache.slots == cache.experts
+            policy = None if whole else factory(cache)
+            self._policies.append(policy)
+            self._shadows.append(Shadow(cache, policy, working, one_by_one=one_by_one) if policy else None)
 
     def in_force(self, place: int) -> str:
         """The ranking that decides for this layer now."""
@@ -139,58 +142,12 @@ class _Caches:
 
     def serve(self, place: int, ids: Sequence[int]) -> list[int]:
         """Take in a request; the ids that had to be read."""
-        own, policy = self._own[place], self._policies[place]
-        if policy is None:  # all experts fit: read once each
-            missing = [expert for expert in ids if expert not in own]
-            own.update(dict.fromkeys(missing))
+        policy, shadow = self._policies[place], self._shadows[place]
+        if policy is None or shadow is None:
+            missing = [expert for expert in ids if expert not in self._seen[place]]
+            self._seen[place].update(missing)
             return missing
-        hits = [expert for expert in ids if expert in own or (place, expert) in self._shared]
-        for expert in hits:
-            if (place, expert) in self._shared:
-                del self._shared[place, expert]
-                self._shared[place, expert] = None
         policy.asked(ids)
-        missing = [expert for expert in ids if expert not in hits]
-        self._place_all(place, policy, hits, missing)
+        missing = shadow.serve(ids)
         policy.rest()
         return missing
-
-    def _place_all(self, place: int, policy: Policy, hits: Sequence[int], missing: Sequence[int]) -> None:
-        """Slots for all, in as many waves as it takes: hits are given back first, then what has arrived."""
-        held = set() if self._one_by_one else set(hits)
-        released = not hits
-        coming = list(missing)
-        while coming:
-            while coming and self._place(place, policy, coming[0], held):
-                expert = coming.pop(0)
-                if not self._one_by_one:
-                    held.add(expert)
-            if coming:
-                if not held:
-                    raise ValueError(f"no slot for expert {coming[0]} of layer {place}: the policy gives no victim")
-                held = held.difference(hits) if not released else set()
-                released = True
-
-    def _place(self, place: int, policy: Policy, expert: int, held: set[int]) -> bool:
-        """A slot for one expert; False if none can be had while `held` are in use."""
-        own = self._own[place]
-        if len(own) == self._slots[place]:
-            victim = policy.victim(expert, lambda other: other not in held, must=self._working == 0)
-            if victim is None:
-                return self._share(place, expert, held)
-            del own[victim]
-            policy.removed(victim)
-        own[expert] = None
-        policy.admitted(expert)
-        return True
-
-    def _share(self, place: int, expert: int, held: set[int]) -> bool:
-        if self._working is None:
-            return True
-        if len(self._shared) >= self._working:
-            oldest = next((key for key in self._shared if key[0] != place or key[1] not in held), None)
-            if oldest is None:
-                return False
-            del self._shared[oldest]
-        self._shared[place, expert] = None
-        return True

@@ -23,10 +23,12 @@ from picaflor.backends.api import I32, ExpertLayout
 from picaflor.errors import ReadFailed
 from picaflor.store.arena import Arena
 from picaflor.store.counters import LayerCounters, StoreCounters
-from picaflor.store.policy.base import LayerCache, Policy, PolicyFactory
+from picaflor.store.policy.base import DECLINED, LayerCache, Policy, PolicyFactory
 from picaflor.store.policy.choose import policies
+from picaflor.store.policy.working import WorkingSet
 from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
 from picaflor.store.residency import Residency
+from picaflor.store.routes import RoutedLayer, RoutesWriter
 from picaflor.store.sources import Sources
 from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
 
@@ -145,9 +147,11 @@ class ExpertStore:
         self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
         make = policies() if policy is None else policy
         self._policies: dict[int, Policy] = {
-            layer: make(LayerCache(layer, self.slots[layer], files.count(layer))) for layer in partial
+            layer: make(LayerCache(layer, self.slots[layer], files.count(layer), self.working_slots))
+            for layer in partial
         }
-        self._shared_order: dict[ExpertKey, None] = {}  # copies in the working set, oldest first
+        self.recorder: RoutesWriter | None = None  # told of every request while it is set
+        self._working: WorkingSet[ExpertKey] = WorkingSet()
         self._reader = Reader(
             files, native_pool(read_threads) if pool is None else pool, sources=sources, notice=notice
         )
@@ -168,6 +172,14 @@ class ExpertStore:
     def layouts(self, layer: int) -> list[ExpertLayout]:
         """The layout of each expert of a layer in its slot, by id."""
         return self.files.layouts(layer)
+
+    def routed(self) -> tuple[RoutedLayer, ...]:
+        """The layers and the bytes of their experts, for a file of recorded routes."""
+        files = self.files
+        return tuple(
+            RoutedLayer(layer, tuple(files.reads(ExpertKey(layer, e)).read_nbytes for e in range(files.count(layer))))
+            for layer in files.layers
+        )
 
     def resident(self, layer: int) -> list[int]:
         """Ids of the layer's experts that could be used without a read, ascending."""
@@ -196,6 +208,8 @@ class ExpertStore:
 
         Raises IndexError for an id that the layer does not have, ValueError for one that is given twice.
         """
+        if self.recorder is not None:
+            self.recorder.add(layer, experts.tolist())
         table = self._pinned[layer]
         if table is not None:
             addresses = table[experts.astype(np.uint32)]  # unsigned: a negative id must not count from the end
@@ -367,8 +381,7 @@ class ExpertStore:
             lease.arrived.append(copy)
             counters.lru += 1
             if copy.pool == _SHARED:
-                del self._shared_order[key]
-                self._shared_order[key] = None
+                self._working.touch(key)
         return True
 
     def _fill(self, lease: Lease) -> None:
@@ -391,21 +404,22 @@ class ExpertStore:
         """A new copy, LOADING, in a slot of its layer or of the working set; None if no slot can be had."""
         residency = self._residency
         pool = self._layer_pool[key.layer]
+        declined = False
         if residency.free_slots(pool) == 0:
             policy, must = self._policies[key.layer], self.working_slots == 0
             victim = policy.victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)), must=must)
-            if victim is not None:
+            if victim is not None and victim != DECLINED:
                 self._evict(ExpertKey(key.layer, victim))
             else:
-                pool = _SHARED
+                pool, declined = _SHARED, victim == DECLINED
                 if residency.free_slots(pool) == 0:
-                    oldest = next((other for other in self._shared_order if self._evictable(other)), None)
+                    oldest = self._working.oldest(self._evictable)
                     if oldest is None:
                         return None
                     self._evict(oldest)
         copy = residency.load(key, RAM, DISK_LAYOUT, pool)
         if pool == _SHARED:
-            self._shared_order[key] = None
+            self._working.add(key, declined=declined)
         elif key.layer in self._policies:
             self._policies[key.layer].admitted(key.expert)
         return copy
@@ -427,7 +441,7 @@ class ExpertStore:
     def _forget(self, copy: Copy) -> None:
         """Tell those who order copies that one is gone."""
         if copy.pool == _SHARED:
-            del self._shared_order[copy.key]
+            self._working.remove(copy.key)
         elif copy.key.layer in self._policies:
             self._policies[copy.key.layer].removed(copy.key.expert)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from picaflor.store.policy.base import LayerCache
-from picaflor.store.policy.ranked import Admitted
+from picaflor.store.policy.ranked import Admitted, RankedPolicy
 from picaflor.store.policy.rankings import Ranking, choose_colder, choose_victim
+from picaflor.store.policy.shadow import Shadow
+from picaflor.store.policy.working import WorkingSet
 
 MEMORY_REQUESTS = 512
 """Requests of a layer after which a shadow's hit counts half."""
@@ -21,7 +23,6 @@ HEAD_START = 4.0
 """Hits per layer that it must be better by besides."""
 _PERIOD = 4  # requests per layer between two looks at the scores
 _LARGEST = 1e100
-_INFINITE = float("inf")
 
 Candidates = Callable[[LayerCache], Sequence[Ranking]]
 
@@ -33,6 +34,7 @@ class Contest:
         self.names: list[str] = []
         self.in_force = 0
         self.switches = 0
+        self.working: list[WorkingSet[int]] = []  # of each candidate
         self._layers = 0
         self._hits: list[float] = []
         self._growth = 1.0
@@ -43,6 +45,8 @@ class Contest:
         """One more layer. Raises ValueError where it has other candidates."""
         if self._layers and list(names) != self.names:
             raise ValueError(f"candidates {list(names)} in one layer, {self.names} in others")
+        if not self._layers:
+            self.working = [WorkingSet() for _ in names]
         self.names = list(names)
         self._hits = [0.0] * len(names)
         self._layers += 1
@@ -70,50 +74,20 @@ class Contest:
             self.switches += 1
 
 
-class Shadow:
-    """What a cache that follows a ranking would hold: it takes and evicts as the store does."""
-
-    def __init__(self, slots: int, ranking: Ranking) -> None:
-        self.ranking = ranking
-        self.held: dict[int, None] = {}
-        self._slots = slots
-
-    def take(self, experts: Sequence[int]) -> int:
-        """Serve a request that the ranking knows already; how many experts were there before."""
-        held, greedy = self.held, self.ranking.greedy
-        missing = [expert for expert in experts if expert not in held]
-        hits = len(experts) - len(missing)
-        if not missing:
-            return hits
-        scores = self.ranking.scores
-        while missing and len(held) < self._slots:
-            held[missing.pop(0)] = None
-        now = set(experts)
-        for newcomer in missing:
-            victim = min(held, key=scores.__getitem__)
-            if victim in now:
-                victim = min((e for e in held if e not in now), key=scores.__getitem__, default=-1)
-                if victim < 0:
-                    break
-            if greedy or scores[newcomer] > scores[victim]:
-                if scores[victim] == _INFINITE:
-                    break
-                del held[victim]
-                held[newcomer] = None
-        return hits
-
-
 class AutoPolicy:
     """One layer's part of a contest. The real cache and every shadow see the same requests."""
 
     def __init__(self, cache: LayerCache, rankings: Sequence[Ranking], contest: Contest) -> None:
         self._admitted = Admitted(cache.slots)
         self._rankings = list(rankings)
-        self._shadows = [Shadow(cache.slots, ranking) for ranking in rankings]
+        contest.join([ranking.name for ranking in rankings])
+        self._shadows = [
+            Shadow(cache, RankedPolicy(cache.slots, ranking), working)
+            for ranking, working in zip(rankings, contest.working, strict=True)
+        ]
         self._contest = contest
         self._request: Sequence[int] = ()
         self._leader = contest.in_force
-        contest.join([ranking.name for ranking in rankings])
 
     @property
     def in_force(self) -> str:
@@ -153,8 +127,8 @@ class AutoPolicy:
         hits = []
         for number, shadow in enumerate(self._shadows):
             if number != self._leader:
-                shadow.ranking.asked(request)
-            hits.append(shadow.take(request))
+                self._rankings[number].asked(request)
+            hits.append(len(request) - len(shadow.serve(request)))
         self._contest.add(hits)
 
 

@@ -9,13 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+DECLINED = -1
+"""In place of a victim: the newcomer is not worth a slot."""
+
 
 class LayerCache(NamedTuple):
-    """The cache of one layer: its number in the model, its slots and how many experts it has."""
+    """The cache of one layer: its number in the model, its slots and how many experts it has.
+
+    `working_slots`: slots that all layers share for what is not admitted; None where nothing keeps that.
+    """
 
     layer: int
     slots: int
     experts: int
+    working_slots: int | None = None
 
 
 class Policy(Protocol):
@@ -39,8 +46,8 @@ class Policy(Protocol):
     def victim(self, newcomer: int, evictable: Callable[[int], bool], *, must: bool = False) -> int | None:
         """Which admitted expert gives its slot to `newcomer`. Asked only when no slot is free.
 
-        None: the newcomer is not worth a slot and is served through the working set, or none of the admitted experts
-        is evictable. With `must` the newcomer has nowhere else to go: None then only for the second reason.
+        DECLINED: the newcomer is not worth a slot and is served through the working set. None: none of the admitted
+        experts is evictable. With `must` the newcomer has nowhere else to go and is not declined.
         """
         ...
 

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from picaflor.store.policy.base import DECLINED
+
 HEAT_HALF_LIFE = 16.0
 """Requests after which a use counts half: locality of routes is that short."""
 FOLLOW_HALF_LIFE = 70.0
@@ -165,14 +167,14 @@ def hottest(counts: Sequence[int], most: int) -> list[int]:
 def choose_victim(
     ranking: Ranking, newcomer: int, admitted: Collection[int], evictable: Callable[[int], bool], *, must: bool = False
 ) -> int | None:
-    """The evictable expert with the lowest score, the first of equals; None where the newcomer is not worth its slot
-    (a reason that `must` takes away) or there is none."""
+    """The evictable expert with the lowest score, the first of equals; None where there is none, DECLINED where the
+    newcomer is not worth its slot, unless it must have one."""
     scores = ranking.scores
     coldest = _coldest(scores, admitted, evictable)
     if coldest is None or must:
         return coldest
     deserved = scores[coldest] < math.inf if ranking.greedy else scores[newcomer] > scores[coldest]
-    return coldest if deserved else None
+    return coldest if deserved else DECLINED
 
 
 def choose_colder(
