@@ -257,7 +257,7 @@ class Settings:
     direct: str = _option(
         _choice("auto", "on", "off"),
         "auto",
-        "Read experts past the page cache; auto: where memory cannot hold half of those without a slot.",
+        "Read experts past the page cache; auto: unless memory can hold two thirds of those without a slot.",
         ENGINE_COMMANDS,
     )
     split: tuple[str, ...] = _option(

@@ -217,6 +217,7 @@ class DiskBench:
         self._total = total_bytes
         self._random = random.Random(PROBE_SEED)
         self._plain = _open(file.path)
+        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)  # as the store's own descriptors
         self._nbytes = os.fstat(self._plain).st_size
         self.file_system = file_system(self._plain)
         self.block = 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from picaflor.container.expert_file import ReadRun
 from picaflor.container.strict_json import show_path
 from picaflor.errors import ReadFailed
-from picaflor.store.direct import reopen_direct
+from picaflor.store.direct import reopen_direct, reopen_random
 from picaflor.store.files import ShardFiles
 from picaflor.store.mirror import Mirror
 from picaflor.store.types import ExpertKey
@@ -94,7 +94,7 @@ class Descriptors:
         with files.handle(place.shard) as handle:
             while True:
                 try:
-                    return reopen_direct(handle, path) if place.direct else os.dup(handle)
+                    return reopen_direct(handle, path) if place.direct else reopen_random(handle, path)
                 except OSError as error:
                     full = error.errno in (errno.EMFILE, errno.ENFILE)
                     if full and self._idle:
