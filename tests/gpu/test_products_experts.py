@@ -25,7 +25,7 @@ from picaflor.backends.cuda import interpret  # noqa: E402
 from picaflor.formats.base import F32  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HIDDEN, INNER, EXPERTS, TOP_K = 128, 96, 5, 3
+HIDDEN, INNER, EXPERTS, TOP_K = 256, 96, 5, 3
 Kind = tuple[tuple[str, int], tuple[str, int], tuple[str, int]]
 G64, G16, I8 = ("int4-grouped", 64), ("int4-grouped", 16), ("int8-row", 0)
 LAYERS: dict[str, list[Kind]] = {
@@ -104,7 +104,7 @@ def test_experts_equal_the_cpu(layer: str, count: int) -> None:
     weights = rng.random((count, TOP_K), np.float32)
     expected = on_the_cpu(made, x, ids, weights, 2)
     table = device_experts.table_for(layouts, [slot.data_ptr() for slot in slots], DEVICE)
-    arrived = torch.zeros(count * TOP_K * INNER, dtype=torch.int32, device=DEVICE)
+    arrived = torch.zeros(device_experts.counters(count * TOP_K, INNER, HIDDEN), dtype=torch.int32, device=DEVICE)
     arguments = [torch.from_numpy(a).to(DEVICE) for a in (x, ids, weights)]
     for counters in (arrived, None):
         out = torch.full((count, HIDDEN), float("nan"), device=DEVICE)

@@ -17,15 +17,19 @@ import triton.language as tl
 from picaflor.backends.api import ExpertLayout, MatrixLayout
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT, silu
-from picaflor.backends.cuda.formats import NUMBERS, Needs, Tensor, lattice, needs, row_bytes
+from picaflor.backends.cuda.formats import NUMBERS, PLANES, Needs, Tensor, lattice, needs, row_bytes
 from picaflor.backends.cuda.matmul import native
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
-from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
+from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
 from picaflor.backends.cuda.tiles import Tile, tile_of
 from picaflor.formats.numeric import ceil_div
 
 ADDRESSES: Final = 6
 """Of an expert in a table: codes and scales of gate, up and down."""
+STACKED_ROWS: Final = 16384
+"""Experts are many rows in one launch: programs take more rows each than for a matrix alone."""
+FEWEST_ROWS: Final = 8
+"""Of a matrix in a program, where counters are used."""
 FEW_ROWS: Final = 8
 """Up to here each chosen expert is a product of its own; its matrix is read for each of its rows."""
 
@@ -52,7 +56,7 @@ class Matrix:
     @property
     def tile(self) -> Tile:
         """What a program takes for one row."""
-        return tile_of(self.format, self.cols, self.group_size, aligned=self.aligned)
+        return tile_of(self.format, STACKED_ROWS, self.cols, self.group_size, aligned=self.aligned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +118,14 @@ def _address(addresses, expert, which: tl.constexpr):
 
 @triton.jit
 def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_stride,
-           g_digits, g_plane, g_half, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
-           u_digits, u_plane, u_half, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups,
-           out, arrived, d_digits, d_plane, d_half, d_length, d_xs, d_sums, d_tops, d_groups,
-           PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
-           G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr, G_VECTORS: tl.constexpr,
-           G_EVEN: tl.constexpr, G_CG: tl.constexpr, G_UNROLL: tl.constexpr,
-           U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr, U_VECTORS: tl.constexpr,
-           U_EVEN: tl.constexpr, U_CG: tl.constexpr, U_UNROLL: tl.constexpr,
+           g_digits, g_plane, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
+           u_digits, u_plane, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups,
+           out, arrived, d_digits, d_plane, d_length, d_xs, d_sums, d_tops, d_groups,
+           PLANES: tl.constexpr, NATIVE: tl.constexpr, BOTH: tl.constexpr, BO: tl.constexpr,
+           G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr, G_EVEN: tl.constexpr,
+           G_N: tl.constexpr, G_STEPS: tl.constexpr,
+           U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr, U_EVEN: tl.constexpr,
+           U_N: tl.constexpr, U_STEPS: tl.constexpr,
            D_GROUP: tl.constexpr, D_PADDED: tl.constexpr, D_HALVES: tl.constexpr):  # fmt: skip
     """silu(gate x) * up x of one (row, choice) and BO rows of gate and up; D_GROUP > 0: and the digits of it.
 
@@ -133,15 +137,24 @@ def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_st
         s = (pair // top_k).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         live = o < inner
+        here = tl.minimum(o, inner - 1)
         xf = x + s * x_stride
-        gate = row_product(_address(addresses, expert, 0), _address(addresses, expert, 1), lattice, o, live, hidden,
-                           g_bytes, g_groups, xf, g_digits + s * g_length, g_plane, g_half, g_xs + s * g_groups,
-                           g_sums + s * g_groups, g_tops + s * g_groups, G_FORMAT, G_GROUP, G_PADDED, PLANES,
-                           G_VECTORS, NATIVE, G_EVEN, BO, G_CG, G_UNROLL)  # fmt: skip
-        up = row_product(_address(addresses, expert, 2), _address(addresses, expert, 3), lattice, o, live, hidden,
-                         u_bytes, u_groups, xf, u_digits + s * u_length, u_plane, u_half, u_xs + s * u_groups,
-                         u_sums + s * u_groups, u_tops + s * u_groups, U_FORMAT, U_GROUP, U_PADDED, PLANES,
-                         U_VECTORS, NATIVE, U_EVEN, BO, U_CG, U_UNROLL)  # fmt: skip
+        g_codes, g_scales = _address(addresses, expert, 0), _address(addresses, expert, 1)
+        u_codes, u_scales = _address(addresses, expert, 2), _address(addresses, expert, 3)
+        if BOTH:
+            gate, up = two_products(g_codes, g_scales, u_codes, u_scales, here, g_bytes, g_groups,
+                                    g_digits + s * g_length, g_plane, g_xs + s * g_groups,
+                                    g_sums + s * g_groups, g_tops + s * g_groups, G_FORMAT, G_GROUP, PLANES, NATIVE,
+                                    G_EVEN, BO, G_N, G_STEPS)  # fmt: skip
+        else:
+            gate = row_product(g_codes, g_scales, lattice, here, hidden, g_bytes, g_groups, xf,
+                               g_digits + s * g_length, g_plane, g_xs + s * g_groups, g_sums + s * g_groups,
+                               g_tops + s * g_groups, G_FORMAT, G_GROUP, G_PADDED, PLANES, NATIVE, G_EVEN, BO,
+                               G_N, G_STEPS)  # fmt: skip
+            up = row_product(u_codes, u_scales, lattice, here, hidden, u_bytes, u_groups, xf,
+                             u_digits + s * u_length, u_plane, u_xs + s * u_groups, u_sums + s * u_groups,
+                             u_tops + s * u_groups, U_FORMAT, U_GROUP, U_PADDED, PLANES, NATIVE, U_EVEN, BO,
+                             U_N, U_STEPS)  # fmt: skip
         h = silu(gate) * up
         row = out + pair.to(tl.int64) * inner
         tl.store(row + o, h, mask=live)
@@ -161,35 +174,39 @@ def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_st
                 i = g[:, None] * D_GROUP + k
                 v = tl.load(row + i, mask=(k < D_GROUP) & (i < inner), other=0.0, cache_modifier=".cg")
                 store_group(v, d_digits, (k < D_PADDED) & (g < d_groups)[:, None], k, g[:, None], pair.to(tl.int64),
-                            d_plane, d_half, d_length, d_xs, d_sums, d_tops, d_groups, g < d_groups, PLANES, D_HALVES,
+                            d_plane, d_length, d_xs, d_sums, d_tops, d_groups, g < d_groups, PLANES, D_HALVES,
                             D_PADDED)  # fmt: skip
 
 
 @triton.jit
 def _outer(ids, weights, weights_stride, kind_of, addresses, lattice, kind, hidden, inner, x,
-           digits, plane, half, length, xs, sums, tops, bytes_, groups, out, out_stride,
-           TOP_K: tl.constexpr, SUM: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
-           FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, VECTORS: tl.constexpr,
-           EVEN: tl.constexpr, CG: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    """SUM: out[row] = sum of weights[k] * down(h_k) in routing order. Else out[row * TOP_K + k] = down(h_k)."""
-    s = tl.program_id(1)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
-    live = o < hidden
-    acc = tl.zeros((BO,), tl.float32)
-    for k in range(TOP_K):
-        pair = (s * TOP_K + k).to(tl.int64)
-        expert = tl.load(ids + pair)
-        if tl.load(kind_of + expert) == kind:
-            y = row_product(_address(addresses, expert, 4), _address(addresses, expert, 5), lattice, o, live, inner,
-                            bytes_, groups, x + pair * inner, digits + pair * length, plane, half, xs + pair * groups,
-                            sums + pair * groups, tops + pair * groups, FORMAT, GROUP, PADDED, PLANES, VECTORS, NATIVE,
-                            EVEN, BO, CG, UNROLL)  # fmt: skip
-            if SUM:
-                acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
-            else:
-                tl.store(out + pair * out_stride + o, y, mask=live)
-    if SUM:
-        tl.store(out + s.to(tl.int64) * out_stride + o, acc, mask=live)
+           digits, plane, length, xs, sums, tops, bytes_, groups, pairs, arrived, out, out_stride,
+           TOP_K: tl.constexpr, SUM: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr,
+           BO: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
+           N: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """pairs[row * TOP_K + k] = down(h_k); SUM: whoever finishes the last k of some rows of down adds them up, in
+    routing order: out[row] = sum of weights[k] * pairs[row * TOP_K + k]."""
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(ids + pair)
+    if tl.load(kind_of + expert) == kind:
+        o = tl.program_id(0) * BO + tl.arange(0, BO)
+        live = o < hidden
+        y = row_product(_address(addresses, expert, 4), _address(addresses, expert, 5), lattice, tl.minimum(o, hidden - 1), inner, bytes_,
+                        groups, x + pair * inner, digits + pair * length, plane, xs + pair * groups,
+                        sums + pair * groups, tops + pair * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE, EVEN,
+                        BO, N, STEPS)  # fmt: skip
+        tl.store(pairs + pair * hidden + o, y, mask=live)
+        if SUM:
+            s = pair // TOP_K
+            tl.debug_barrier()
+            count = arrived + s * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(count, 1, sem="acq_rel") == TOP_K - 1:
+                tl.store(count, 0)
+                acc = tl.zeros((BO,), tl.float32)
+                for k in tl.static_range(TOP_K):
+                    y = tl.load(pairs + (s * TOP_K + k) * hidden + o, mask=live, other=0.0, cache_modifier=".cg")
+                    acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
+                tl.store(out + s * out_stride + o, acc, mask=live)
 
 
 @triton.jit
@@ -235,62 +252,73 @@ class _Rows:
 
 
 def _parts(rows: Prepared | None, x: Tensor) -> tuple[Any, ...]:
-    """digits, plane, half, length, scales, sums, tops: of float formats addresses that are not read."""
+    """digits, plane, length, scales, sums, tops: of float formats addresses that are not read."""
     if rows is None:
-        return (x, 0, 0, 0, x, x, x)
+        return (x, 0, 0, x, x, x)
     d = rows.digits
-    return (d, d.stride(0), d.stride(1), rows.length, rows.scales, rows.sums[0], rows.sums[1])
+    return (d, d.stride(0), rows.length, rows.scales, rows.sums[0], rows.sums[1])
 
 
 def _constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, Any]:
     tile = matrix.tile
     group, padded = (0, 64) if rows is None else (rows.needs.group, rows.needs.padded)
     values = {
-        "FORMAT": NUMBERS[matrix.format], "GROUP": group, "PADDED": padded, "VECTORS": tile.vectors,
-        "EVEN": tile.even, "CG": tile.groups, "UNROLL": tile.unroll,
+        "FORMAT": NUMBERS[matrix.format], "GROUP": group, "PADDED": padded, "EVEN": tile.even,
+        "N": tile.groups, "STEPS": tile.steps, "WHOLE": group > 0 and matrix.cols % group == 0,
     }  # fmt: skip
     return {prefix + name: value for name, value in values.items()}
 
 
-def _fuses(kind: ExpertKind, wanted: Needs | None, block: int) -> bool:
+def _row_constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, Any]:
+    """Those of the kernels that take one row."""
+    return {name: value for name, value in _constants(matrix, rows, prefix).items() if not name.endswith("WHOLE")}
+
+
+def _fuses(wanted: Needs, block: int) -> bool:
     """Whether the first launch can prepare h: whole groups fit a program's rows or the other way round."""
-    if wanted is None or wanted.rotated or wanted.group != wanted.padded:
+    if wanted.rotated or wanted.group & (wanted.group - 1):
         return False
     return wanted.group % block == 0 or block % wanted.group == 0
 
 
 def _few(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, weights: Tensor,
-         out: Tensor, arrived: Tensor | None, *, summed: bool) -> None:  # fmt: skip
-    """Both launches for the experts of one kind."""
+         pairs: Tensor, out: Tensor | None, arrived: Tensor | None) -> None:  # fmt: skip
+    """Both launches for the experts of one kind: results of pairs, and their sum where `out` is given."""
     import torch
 
     count, top_k = ids.shape
     inner, hidden = kind.gate.rows, kind.gate.cols
-    planes = {"fast": 1, "standard": 2, "exact": 3}[rows.precision]
     g, u = rows.of(kind.gate), rows.of(kind.up)
     wanted = kind.down.needs(rows.precision)
     h = torch.empty((count * top_k, inner), dtype=torch.float32, device=x.device)
     d = None if wanted is None else room_for(wanted, inner, count * top_k, x.device)
-    block = min(kind.gate.tile.rows, kind.up.tile.rows)
-    fused = arrived is not None and _fuses(kind, wanted, block)
+    g_tile, u_tile, d_tile = kind.gate.tile, kind.up.tile, kind.down.tile
+    both = g_tile.groups > 0 and (kind.gate.format, kind.gate.group_size, g_tile) == (
+        kind.up.format, kind.up.group_size, u_tile
+    )  # fmt: skip
+    block = min(g_tile.rows, u_tile.rows) // (2 if both else 1)
+    fused = arrived is not None and wanted is not None and _fuses(wanted, block)
+    counters = h if arrived is None else arrived
     grid_table = lattice(str(x.device))
-    common = {"PLANES": planes, "NATIVE": native(), **EXACT}
-    d_group = (wanted.group, wanted.padded, 2 if wanted.halves else 1) if fused and wanted is not None else (0, 64, 1)
+    common = {"PLANES": PLANES[rows.precision], "NATIVE": native(), **EXACT}
+    fuse = (wanted.group, wanted.padded, wanted.halves) if fused and wanted is not None else (0, 64, False)
     _inner[(triton.cdiv(inner, block), count * top_k)](
         ids, top_k, table.kind_of, table.addresses, grid_table, number, inner, hidden, x, x.stride(0),
         *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
         *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups,
-        h, h if arrived is None else arrived, *_parts(d, x), 0 if d is None else d.groups,
-        BO=block, **_constants(kind.gate, g, "G_"), **_constants(kind.up, u, "U_"),
-        D_GROUP=d_group[0], D_PADDED=d_group[1], D_HALVES=d_group[2], num_warps=kind.gate.tile.warps, **common,
+        h, counters, *_parts(d, x), 0 if d is None else d.groups,
+        BOTH=both, BO=block, **_row_constants(kind.gate, g, "G_"), **_row_constants(kind.up, u, "U_"),
+        D_GROUP=fuse[0], D_PADDED=fuse[1], D_HALVES=fuse[2], num_warps=g_tile.warps, **common,
     )  # fmt: skip
     if d is not None and wanted is not None and not fused:
         d = prepare(h, wanted, into=d)
-    tile = kind.down.tile
-    _outer[(triton.cdiv(hidden, tile.rows), count)](
+    summed = out is not None
+    result = pairs if out is None else out
+    _outer[(triton.cdiv(hidden, d_tile.rows), count * top_k)](
         ids, weights, weights.stride(0), table.kind_of, table.addresses, grid_table, number, hidden, inner, h,
-        *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, out, out.stride(-2),
-        TOP_K=top_k, SUM=summed, BO=tile.rows, **_constants(kind.down, d, ""), num_warps=tile.warps, **common,
+        *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, pairs, counters, result, result.stride(0),
+        TOP_K=top_k, SUM=summed, BO=d_tile.rows, **_row_constants(kind.down, d, ""),
+        num_warps=d_tile.warps, **common,
     )  # fmt: skip
 
 
@@ -303,84 +331,93 @@ def expert_ffn(
     x float32 `[rows, hidden]`; ids int32 and weights float32 `[rows, top_k]`. With `pairs` float32
     `[rows, top_k, hidden]` the single results of experts that are here are written there and `out` is left alone: fill
     in what others computed, then `combine`. `prepared`: rows of x that exist already. `arrived`: int32 zeros, at least
-    `rows * top_k * inner / 16`, left as zeros; with them the first launch prepares down's activations too.
+    `counters(rows * top_k, inner, hidden)`, left as zeros; with them all is done in two launches, without them the
+    activations of down are prepared and results added up by launches of their own.
     """
     import torch
 
     rows = _Rows(x, precision)
     rows.give(prepared)
-    contiguous = ids.is_contiguous()
-    ids = ids if contiguous else ids.contiguous()
-    summed = pairs is None and len(table.kinds) == 1
+    ids = ids.contiguous()
     count, top_k = ids.shape
-    if summed and count <= FEW_ROWS:
-        _few(table.kinds[0], 0, table, x, rows, ids, weights, out, arrived, summed=True)
-        return
     results = pairs
     if results is None:
         results = torch.empty((count, top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    if count <= FEW_ROWS and pairs is None and arrived is not None and len(table.kinds) == 1:
+        _few(table.kinds[0], 0, table, x, rows, ids, weights, results, out, arrived)
+        return
     for number, kind in enumerate(table.kinds):
-        run = _few if count <= FEW_ROWS else _many
-        run(kind, number, table, x, rows, ids, weights, results, arrived, summed=False)
+        if count <= FEW_ROWS:
+            _few(kind, number, table, x, rows, ids, weights, results, None, arrived)
+        else:
+            _many(kind, number, table, x, rows, ids, results)
     if pairs is None:
         combine(results, weights, out)
 
 
+def counters(pairs: int, inner: int, hidden: int) -> int:
+    """How many counters `expert_ffn` may use for up to `pairs` (row, choice) pairs."""
+    return pairs * ceil_div(max(inner, hidden), FEWEST_ROWS)
+
+
 @triton.jit
-def _tile(addresses, expert, which: tl.constexpr, lattice, o, live, cols, row_bytes, groups, x, x_stride, digits,
-          plane, half, length, xs, s, here, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-          PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, groups, x, x_stride, digits, plane,
+          length, xs, s, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
+          PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """float32 `[BO, BS]`: rows `o` of a matrix of an expert times rows `s` of x or of its digits."""
     codes = _address(addresses, expert, which)
     scales = _address(addresses, expert, which + 1)
     if FORMAT <= 2 or FORMAT == 10:
-        return tl.trans(float_tile(codes, scales, o, live, cols, row_bytes, x + s * x_stride, here, FORMAT, 1, BO, BS))
+        return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, BO, BS))
     else:
-        return integer_tile(codes, scales, lattice, o, live, cols, row_bytes, groups, digits, plane, half, length, xs,
-                            s, here, FORMAT, GROUP, PADDED, PLANES, BO, BS)  # fmt: skip
+        return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s, FORMAT,
+                            GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS)  # fmt: skip
 
 
 @triton.jit
 def _inner_many(tile_expert, tile_start, tile_end, order, top_k, kind_of, addresses, lattice, kind, inner, hidden,
                 x, x_stride,
-                g_digits, g_plane, g_half, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
-                u_digits, u_plane, u_half, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups, out,
-                PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
-                G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr,
-                U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr):  # fmt: skip
+                g_digits, g_plane, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
+                u_digits, u_plane, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups, out,
+                PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
+                G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr, G_WHOLE: tl.constexpr,
+                U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr,
+                U_WHOLE: tl.constexpr):  # fmt: skip
     """As `_inner` for up to BS pairs of one expert."""
     expert = tl.load(tile_expert + tl.program_id(1))
-    if tl.load(kind_of + expert) == kind:
-        place = tl.load(tile_start + tl.program_id(1)) + tl.arange(0, BS)
-        here = place < tl.load(tile_end + tl.program_id(1))
-        pair = tl.load(order + place, mask=here, other=0)
+    start = tl.load(tile_start + tl.program_id(1))
+    end = tl.load(tile_end + tl.program_id(1))
+    if (start < end) & (tl.load(kind_of + expert) == kind):
+        place = start + tl.arange(0, BS)
+        pair = tl.load(order + tl.minimum(place, end - 1))
         s = (pair // top_k).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
-        live = o < inner
-        gate = _tile(addresses, expert, 0, lattice, o, live, hidden, g_bytes, g_groups, x, x_stride, g_digits, g_plane,
-                     g_half, g_length, g_xs, s, here, G_FORMAT, G_GROUP, G_PADDED, PLANES, BO, BS)  # fmt: skip
-        up = _tile(addresses, expert, 2, lattice, o, live, hidden, u_bytes, u_groups, x, x_stride, u_digits, u_plane,
-                   u_half, u_length, u_xs, s, here, U_FORMAT, U_GROUP, U_PADDED, PLANES, BO, BS)  # fmt: skip
+        row = tl.minimum(o, inner - 1)
+        gate = _tile(addresses, expert, 0, lattice, row, hidden, g_bytes, g_groups, x, x_stride, g_digits, g_plane,
+                     g_length, g_xs, s, G_FORMAT, G_GROUP, G_PADDED, G_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
+        up = _tile(addresses, expert, 2, lattice, row, hidden, u_bytes, u_groups, x, x_stride, u_digits, u_plane,
+                   u_length, u_xs, s, U_FORMAT, U_GROUP, U_PADDED, U_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
         at = out + pair.to(tl.int64)[None, :] * inner + o[:, None]
-        tl.store(at, silu(gate) * up, mask=here[None, :] & live[:, None])
+        tl.store(at, silu(gate) * up, mask=(place < end)[None, :] & (o < inner)[:, None])
 
 
 @triton.jit
 def _outer_many(tile_expert, tile_start, tile_end, order, kind_of, addresses, lattice, kind, hidden, inner, x,
-                digits, plane, half, length, xs, sums, tops, bytes_, groups, out,
-                PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
-                FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+                digits, plane, length, xs, sums, tops, bytes_, groups, out,
+                PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
+                FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """down of up to BS pairs of one expert, each to its own row."""
     expert = tl.load(tile_expert + tl.program_id(1))
-    if tl.load(kind_of + expert) == kind:
-        place = tl.load(tile_start + tl.program_id(1)) + tl.arange(0, BS)
-        here = place < tl.load(tile_end + tl.program_id(1))
-        pair = tl.load(order + place, mask=here, other=0).to(tl.int64)
+    start = tl.load(tile_start + tl.program_id(1))
+    end = tl.load(tile_end + tl.program_id(1))
+    if (start < end) & (tl.load(kind_of + expert) == kind):
+        place = start + tl.arange(0, BS)
+        pair = tl.load(order + tl.minimum(place, end - 1)).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
-        live = o < hidden
-        y = _tile(addresses, expert, 4, lattice, o, live, inner, bytes_, groups, x, inner, digits, plane, half, length,
-                  xs, pair, here, FORMAT, GROUP, PADDED, PLANES, BO, BS)  # fmt: skip
-        tl.store(out + pair[None, :] * hidden + o[:, None], y, mask=here[None, :] & live[:, None])
+        y = _tile(addresses, expert, 4, lattice, tl.minimum(o, hidden - 1), inner, bytes_, groups, x, inner, digits,
+                  plane, length, xs, pair, FORMAT, GROUP, PADDED, WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
+        at = out + pair[None, :] * hidden + o[:, None]
+        tl.store(at, y, mask=(place < end)[None, :] & (o < hidden)[:, None])
 
 
 def _tiles(ids: Tensor, experts: int, size: int) -> tuple[Tensor, ...]:
@@ -401,17 +438,15 @@ def _tiles(ids: Tensor, experts: int, size: int) -> tuple[Tensor, ...]:
     first_tile = tile_ends[expert] - (counts[expert] + size - 1) // size
     start = ends[expert] - counts[expert] + (number - first_tile) * size
     end = torch.minimum(ends[expert], start + size)
-    return tuple(t.to(torch.int32) for t in (expert, start, end)) + (order,)
+    return (*(t.to(torch.int32) for t in (expert, start, end)), order)
 
 
-def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, weights: Tensor,
-          out: Tensor, arrived: Tensor | None, *, summed: bool) -> None:  # fmt: skip
+def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, out: Tensor) -> None:
     """Tiles of rows for the experts of one kind; results go to `out` `[rows, top_k, hidden]`."""
     import torch
 
     count, top_k = ids.shape
     inner, hidden = kind.gate.rows, kind.gate.cols
-    planes = {"fast": 1, "standard": 2, "exact": 3}[rows.precision]
     experts = table.kind_of.shape[0]
     floats = None in (kind.gate.needs(rows.precision), kind.up.needs(rows.precision), kind.down.needs(rows.precision))
     size = 8 if floats else 16 if count * top_k < 32 * experts else 64
@@ -421,8 +456,8 @@ def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _R
     wanted = kind.down.needs(rows.precision)
     h = torch.empty((count * top_k, inner), dtype=torch.float32, device=x.device)
     grid_table = lattice(str(x.device))
-    common = {"PLANES": planes, "BO": block, "BS": size, "num_warps": 4, **EXACT}
-    shape = ("FORMAT", "GROUP", "PADDED")
+    common = {"PLANES": PLANES[rows.precision], "NATIVE": native(), "BO": block, "BS": size, "num_warps": 4, **EXACT}
+    shape = ("FORMAT", "GROUP", "PADDED", "WHOLE")
     g_constants, u_constants = (
         {p + n: _constants(m, r, p)[p + n] for n in shape} for m, r, p in ((kind.gate, g, "G_"), (kind.up, u, "U_"))
     )

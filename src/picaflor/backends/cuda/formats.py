@@ -37,7 +37,7 @@ _NIBBLES: Final = ("int4-row", "int4-grouped", "mxfp4")
 class Needs:
     """How activations are prepared for a matrix; matrices with equal needs share prepared rows.
 
-    `halves`: digits of even inputs lie in one array, those of odd inputs in another, as nibbles do in a byte.
+    `halves`: of each 64 inputs the digits of the even ones come first, as they meet the low nibbles of bytes.
     """
 
     group: int

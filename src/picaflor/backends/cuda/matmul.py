@@ -21,15 +21,15 @@ from picaflor.backends.cuda.tiles import tile_of
 
 
 @triton.jit
-def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, half, length, xs, sums, tops,
+def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, length, xs, sums, tops,
                   out, out_stride, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-                  PLANES: tl.constexpr, VECTORS: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
-                  BO: tl.constexpr, CG: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                  PLANES: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr, N: tl.constexpr,
+                  STEPS: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1).to(tl.int64)
-    y = row_product(codes, scales, lattice, o, o < rows, cols, row_bytes, groups, xs, digits + s * length, plane, half,
-                    xs + s * groups, sums + s * groups, tops + s * groups, FORMAT, GROUP, PADDED, PLANES, VECTORS,
-                    NATIVE, EVEN, BO, CG, UNROLL)  # fmt: skip
+    y = row_product(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, xs, digits + s * length,
+                    plane, xs + s * groups, sums + s * groups, tops + s * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE,
+                    EVEN, BO, N, STEPS)  # fmt: skip
     tl.store(out + s * out_stride + o, y, mask=o < rows)
 
 
@@ -37,20 +37,24 @@ def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits,
 def _floats(codes, scales, rows, cols, row_bytes, x, x_stride, out, out_stride, count,
             FORMAT: tl.constexpr, UNROLL: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * BO + tl.arange(0, BO)
-    s = (tl.program_id(1) * BS + tl.arange(0, BS)).to(tl.int64)
-    y = float_tile(codes, scales, o, o < rows, cols, row_bytes, x + s * x_stride, s < count, FORMAT, UNROLL, BO, BS)
-    tl.store(out + s[:, None] * out_stride + o[None, :], y, mask=(s < count)[:, None] & (o < rows)[None, :])
+    s = tl.program_id(1) * BS + tl.arange(0, BS)
+    x_rows = x + tl.minimum(s, count - 1).to(tl.int64) * x_stride
+    y = float_tile(codes, scales, tl.minimum(o, rows - 1), cols, row_bytes, x_rows, FORMAT, UNROLL, BO, BS)
+    at = out + s.to(tl.int64)[:, None] * out_stride + o[None, :]
+    tl.store(at, y, mask=(s < count)[:, None] & (o < rows)[None, :])
 
 
 @triton.jit
-def _many_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, half, length, xs, out,
+def _many_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, length, xs, out,
                    out_stride, count, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-                   PLANES: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+                   PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
+                   BS: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * BO + tl.arange(0, BO)
-    s = (tl.program_id(1) * BS + tl.arange(0, BS)).to(tl.int64)
-    y = integer_tile(codes, scales, lattice, o, o < rows, cols, row_bytes, groups, digits, plane, half, length, xs, s,
-                     s < count, FORMAT, GROUP, PADDED, PLANES, BO, BS)  # fmt: skip
-    at = out + s[None, :] * out_stride + o[:, None]
+    s = tl.program_id(1) * BS + tl.arange(0, BS)
+    y = integer_tile(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, digits, plane, length,
+                     xs, tl.minimum(s, count - 1).to(tl.int64), FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
+                     BS)  # fmt: skip
+    at = out + s.to(tl.int64)[None, :] * out_stride + o[:, None]
     tl.store(at, y, mask=(s < count)[None, :] & (o < rows)[:, None])
 
 
@@ -95,7 +99,7 @@ def _common(rows: Prepared, weight: DeviceWeight) -> tuple[tuple[Any, ...], dict
     """Arguments that all kernels of integer-coded matrices take, and their constants."""
     first = (
         weight.planes[0], weight.scales, lattice(str(rows.digits.device)), weight.rows, weight.cols, weight.row_bytes,
-        rows.groups, rows.digits, rows.digits.stride(0), rows.digits.stride(1), rows.length, rows.scales,
+        rows.groups, rows.digits, rows.digits.stride(0), rows.length, rows.scales,
     )  # fmt: skip
     needs = rows.needs
     return first, {"FORMAT": weight.number, "GROUP": needs.group, "PADDED": needs.padded, "PLANES": needs.planes}
@@ -103,16 +107,17 @@ def _common(rows: Prepared, weight: DeviceWeight) -> tuple[tuple[Any, ...], dict
 
 def _launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
     first, constants = _common(rows, weight)
-    tile = tile_of(weight.format, weight.cols, weight.group_size, aligned=weight.vectors)
+    tile = tile_of(weight.format, weight.rows, weight.cols, weight.group_size, aligned=weight.vectors)
     _few_integers[(triton.cdiv(weight.rows, tile.rows), count)](
-        *first, rows.sums[0], rows.sums[1], out, out.stride(0), VECTORS=tile.vectors, NATIVE=native(), EVEN=tile.even,
-        BO=tile.rows, CG=tile.groups, UNROLL=tile.unroll, num_warps=tile.warps, **constants, **EXACT,
+        *first, rows.sums[0], rows.sums[1], out, out.stride(0), NATIVE=native(), EVEN=tile.even, BO=tile.rows,
+        N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,
     )  # fmt: skip
 
 
 def _launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
     first, constants = _common(rows, weight)
     tile = min(max(triton.next_power_of_2(count), 16), 64)
+    even = weight.cols % rows.needs.group == 0
     _many_integers[(triton.cdiv(weight.rows, 64), triton.cdiv(count, tile))](
-        *first, out, out.stride(0), count, BO=64, BS=tile, num_warps=4, **constants, **EXACT
+        *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=64, BS=tile, num_warps=4, **constants, **EXACT
     )

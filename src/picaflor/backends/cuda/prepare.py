@@ -1,7 +1,8 @@
 """Activations to digits on a device: rotation, one scale per group, one to three int8 planes.
 
-Knows contracts.md section 2, Activations; must not know weights. Digits are stored as `[planes, halves, rows, groups *
-padded group / halves]`, the top plane first. Groups are padded with zeros to a multiple of 64 inputs.
+Knows contracts.md section 2, Activations; must not know weights. Digits are stored as `[planes, rows, groups * padded
+group]`, the top plane first. Groups are padded with zeros to a multiple of 64 inputs; where the needs say `halves`,
+each 64 have the 32 of even inputs first, then those of odd inputs: they meet low and high nibbles of 32 bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: rounds a float64 to the
 class Prepared:
     """Rows of activations as integer-coded matrices meet them.
 
-    `digits` int8 `[planes, halves, room, length]`, `scales` float32 `[room, groups]`, `sums` int32
+    `digits` int8 `[planes, room, length]`, `scales` float32 `[room, groups]`, `sums` int32
     `[2, room, groups]`: the sum of the values of a group, for three planes of the two lower digits and of the top one.
     """
 
@@ -47,8 +48,8 @@ class Prepared:
 
     @property
     def length(self) -> int:
-        """Digits of a row in one half of one plane."""
-        return self.groups * self.needs.padded // (2 if self.needs.halves else 1)
+        """Digits of a row in one plane."""
+        return self.groups * self.needs.padded
 
 
 @triton.jit
@@ -74,19 +75,23 @@ def group_scale(largest_bits, PLANES: tl.constexpr):
 
 
 @triton.jit
-def store_group(v, out, places, k, g, s, plane, half, length, scales, sums, tops, groups, live,
+def digit_place(k):
+    """Where the digit of input k of a group lies that meets nibbles."""
+    return k // 64 * 64 + k % 2 * 32 + k % 64 // 2
+
+
+@triton.jit
+def store_group(v, out, places, k, g, s, plane, length, scales, sums, tops, groups, live,
                 PLANES: tl.constexpr, HALVES: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """Quantize tiles v `[groups of the tile, inputs]` (zeros behind the last input) and store what `Prepared` has.
 
     `k` `[1, inputs]` counts inputs in a group, `g` `[tile, 1]` groups, `s` is the row (int64); `places` masks digits,
-    `live` groups. `plane`, `half` and `length` are the strides of the digits.
+    `live` groups. `plane` and `length` are the strides of the digits.
     """
     bits = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     q = digits_of(v, bits[:, None], PLANES)
-    if HALVES == 2:
-        at = out + s * length + (k % 2) * half + g * (PADDED // 2) + k // 2
-    else:
-        at = out + s * length + g * PADDED + k
+    place = digit_place(k) if HALVES else k
+    at = out + s * length + g * PADDED + place
     rest = q
     for p in tl.static_range(PLANES):
         tl.store(at + (PLANES - 1 - p) * plane, rest.to(tl.int8), mask=places)
@@ -102,7 +107,7 @@ def store_group(v, out, places, k, g, s, plane, half, length, scales, sums, tops
 
 
 @triton.jit
-def _prepare(x, x_stride, cols, groups, digits, plane, half, length, scales, sums, tops,
+def _prepare(x, x_stride, cols, groups, digits, plane, length, scales, sums, tops,
              GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, HALVES: tl.constexpr,
              TILE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
@@ -111,7 +116,7 @@ def _prepare(x, x_stride, cols, groups, digits, plane, half, length, scales, sum
     i = g * GROUP + k
     v = tl.load(x + s * x_stride + i, mask=(k < GROUP) & (i < cols), other=0.0)
     live = tl.program_id(1) * TILE + tl.arange(0, TILE) < groups
-    store_group(v, digits, (k < PADDED) & (g < groups), k, g, s, plane, half, length, scales, sums,
+    store_group(v, digits, (k < PADDED) & (g < groups), k, g, s, plane, length, scales, sums,
                 tops, groups, live, PLANES, HALVES, PADDED)  # fmt: skip
 
 
@@ -179,13 +184,12 @@ def room_for(needs: Needs, cols: int, rows: int, device: Any) -> Prepared:
     import torch
 
     groups = ceil_div(cols, needs.group)
-    halves = 2 if needs.halves else 1
-    length = groups * needs.padded // halves
+    length = groups * needs.padded
     return Prepared(
         needs,
         cols,
         rows,
-        torch.empty((needs.planes, halves, rows, length), dtype=torch.int8, device=device),
+        torch.empty((needs.planes, rows, length), dtype=torch.int8, device=device),
         torch.empty((rows, groups), dtype=torch.float32, device=device),
         torch.empty((2, rows, groups), dtype=torch.int32, device=device),
     )
@@ -203,9 +207,9 @@ def prepare(x: Tensor, needs: Needs, *, into: Prepared | None = None) -> Prepare
     width = triton.next_power_of_2(needs.padded)
     tile = min(triton.next_power_of_2(out.groups), max(1, (1 << 14 if interpret.active() else 1 << 9) // width))
     _prepare[(rows, triton.cdiv(out.groups, tile))](
-        source, source.stride(0), cols, out.groups, out.digits, out.digits.stride(0), out.digits.stride(1), out.length,
+        source, source.stride(0), cols, out.groups, out.digits, out.digits.stride(0), out.length,
         out.scales, out.sums[0], out.sums[1],
-        GROUP=needs.group, PADDED=needs.padded, PLANES=needs.planes, HALVES=2 if needs.halves else 1,
+        GROUP=needs.group, PADDED=needs.padded, PLANES=needs.planes, HALVES=needs.halves,
         TILE=tile, WIDTH=width, num_warps=4, **EXACT,
     )  # fmt: skip
     return out

@@ -9,22 +9,26 @@ from dataclasses import dataclass
 
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.formats import group_of
+from picaflor.formats.numeric import ceil_div
 
 _WORDS = ("int8-row", "int4-row", "int4-grouped")
 _WORD_GROUPS = (64, 128, 256)
 
 
+FEW_ROWS = 8192
+"""Matrices of fewer rows are cut finer: there are not enough programs else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of a program, groups of a step, steps in flight together, warps; `vectors`: words instead of bytes are read;
-    `even`: groups are whole and fill the steps."""
+    """Rows and warps of a program. `groups` > 0: words are read, so many groups a step; `steps` > 0 cover a row, and
+    all of it is asked for at once. `even`: groups are whole and fill the steps."""
 
     rows: int
-    groups: int
-    unroll: int
     warps: int
-    vectors: bool
-    even: bool
+    groups: int = 0
+    steps: int = 0
+    even: bool = False
 
 
 def reads_words(format_name: str, group_size: int, *, aligned: bool) -> bool:
@@ -32,10 +36,16 @@ def reads_words(format_name: str, group_size: int, *, aligned: bool) -> bool:
     return format_name in _WORDS and aligned and group_of(format_name, group_size) in _WORD_GROUPS
 
 
-def tile_of(format_name: str, cols: int, group_size: int, *, aligned: bool) -> Tile:
+def tile_of(format_name: str, rows: int, cols: int, group_size: int, *, aligned: bool) -> Tile:
     """The tile for one row of activations; `aligned`: rows of codes start at multiples of sixteen bytes."""
-    vectors = reads_words(format_name, group_size, aligned=aligned)
-    rows, groups, unroll, warps = (64, 2, 1, 4) if interpret.active() else ((16, 4, 1, 4) if vectors else (16, 1, 1, 4))
+    if not reads_words(format_name, group_size, aligned=aligned):
+        return Tile(64 if interpret.active() else 16, 4)
     group = group_of(format_name, group_size)
-    even = group > 0 and cols % group == 0 and (cols // group) % (groups * unroll) == 0
-    return Tile(rows, groups, unroll, warps, vectors, even)
+    count = ceil_div(cols, group)
+    if interpret.active():
+        block, warps, groups, steps = 64, 4, 4, 1 if count <= 4 else 0
+    elif rows < FEW_ROWS and count in (32, 64, 96):
+        block, warps, groups, steps = 4, 4, 32, count // 32
+    else:
+        block, warps, groups, steps = 32, 4, 4, 0
+    return Tile(block, warps, groups, steps, cols % (group * groups) == 0)

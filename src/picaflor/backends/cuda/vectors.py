@@ -24,79 +24,143 @@ def dot4(a, b, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def word_dot(w, x, half_words, t, c, FORMAT: tl.constexpr, NATIVE: tl.constexpr, mask):
-    """c + dots of words of codes w `[R, T]` with the digits of one plane at words `t` `[T]` of x."""
-    if FORMAT == 3:
-        return dot4(w, tl.load(x + t, mask=mask, other=0)[None, :], c, NATIVE)
+def first_dot4(a, b, NATIVE: tl.constexpr):
+    """`dot4` from 0."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, 0;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        c = dot4(w & 0x0F0F0F0F, tl.load(x + t, mask=mask, other=0)[None, :], c, NATIVE)
-        return dot4((w >> 4) & 0x0F0F0F0F, tl.load(x + half_words + t, mask=mask, other=0)[None, :], c, NATIVE)
+        return dot4(a, b, 0, NATIVE)
 
 
 @triton.jit
-def group_dots(w, x, plane_words, half_words, t, inside, sums, tops, g, g_inside,
-               FORMAT: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr,
+def _digit_words(x, t, words, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(x + t)[None, :]
+    else:
+        return tl.load(x + t, mask=t < words, other=0)[None, :]
+
+
+@triton.jit
+def _word_dots(w, x, plane, t, words, FORMAT: tl.constexpr, LOWER: tl.constexpr, NATIVE: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
+    """int32 dots of words of codes with the plane at x; LOWER: 256 times that, plus the dots with the next plane."""
+    if FORMAT == 3:
+        d = first_dot4(w, _digit_words(x, t, words, EVEN), NATIVE)
+        if LOWER:
+            d = dot4(w, _digit_words(x + plane, t, words, EVEN), d << 8, NATIVE)
+    else:
+        low = w & 0x0F0F0F0F
+        high = (w >> 4) & 0x0F0F0F0F
+        even = t // 8 * 16 + t % 8  # 8 words for even inputs, then 8 for odd ones
+        d = first_dot4(low, _digit_words(x, even, 2 * words, EVEN), NATIVE)
+        d = dot4(high, _digit_words(x + 8, even, 2 * words, EVEN), d, NATIVE)
+        if LOWER:
+            d = dot4(low, _digit_words(x + plane, even, 2 * words, EVEN), d << 8, NATIVE)
+            d = dot4(high, _digit_words(x + plane + 8, even, 2 * words, EVEN), d, NATIVE)
+    return d
+
+
+@triton.jit
+def _of_groups(v, g, groups, EVEN: tl.constexpr):
+    """Numbers of the groups `g` of the prepared row, 0 behind the last one."""
+    if EVEN:
+        return tl.load(v + g)[None, :]
+    else:
+        return tl.load(v + g, mask=g < groups, other=0)[None, :]
+
+
+@triton.jit
+def group_dots(w, x, plane, t, words, sums, tops, g, groups,
+               FORMAT: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
                R: tl.constexpr, CG: tl.constexpr, WG: tl.constexpr):  # fmt: skip
-    """float32 `[R, CG]` of the dots of CG groups; w `[R, CG * WG]` words of codes. Unsigned nibbles get their minus 8."""
-    zero = tl.zeros((R, CG * WG), tl.int32)
-    first = word_dot(w, x, half_words, t, zero, FORMAT, NATIVE, inside)
-    if PLANES == 2:
-        first = word_dot(w, x + plane_words, half_words, t, first << 8, FORMAT, NATIVE, inside)
+    """float32 `[R, CG]`: dots of CG groups; w `[R, CG * WG]` words of codes. Unsigned nibbles get their minus 8."""
+    first = _word_dots(w, x, plane, t, words, FORMAT, PLANES == 2, NATIVE, EVEN)
     dot = tl.sum(tl.reshape(first, (R, CG, WG)), axis=2)
     if PLANES == 3:
-        rest = word_dot(w, x + plane_words, half_words, t, zero, FORMAT, NATIVE, inside)
-        rest = word_dot(w, x + 2 * plane_words, half_words, t, rest << 8, FORMAT, NATIVE, inside)
+        rest = _word_dots(w, x + plane, plane, t, words, FORMAT, True, NATIVE, EVEN)
         low = tl.sum(tl.reshape(rest, (R, CG, WG)), axis=2)
         if FORMAT != 3:
-            dot -= 8 * tl.load(tops + g, mask=g_inside, other=0)[None, :]
-            low -= 8 * tl.load(sums + g, mask=g_inside, other=0)[None, :]
+            dot -= 8 * _of_groups(tops, g, groups, EVEN)
+            low -= 8 * _of_groups(sums, g, groups, EVEN)
         return tl.fma(dot.to(tl.float32), 65536.0, low.to(tl.float32))
     else:
         if FORMAT != 3:
-            dot -= 8 * tl.load(sums + g, mask=g_inside, other=0)[None, :]
+            dot -= 8 * _of_groups(sums, g, groups, EVEN)
         return dot.to(tl.float32)
 
 
 @triton.jit
-def vector_rows(row, scales, live, words, groups, x, plane_words, half_words, xs, sums, tops,
+def chain(acc, dots, factors, R: tl.constexpr, N: tl.constexpr):
+    """N links of the chain, groups ascending: acc = fma(dot, factor, acc); both `[R, N]`."""
+    if N == 2:
+        d0, d1 = tl.split(dots)
+        f0, f1 = tl.split(factors)
+        return tl.fma(d1, f1, tl.fma(d0, f0, acc))
+    else:
+        d0, d1 = tl.split(tl.permute(tl.reshape(dots, (R, 2, N // 2)), (0, 2, 1)))
+        f0, f1 = tl.split(tl.permute(tl.reshape(factors, (R, 2, N // 2)), (0, 2, 1)))
+        return chain(chain(acc, d0, f0, R, N // 2), d1, f1, R, N // 2)
+
+
+@triton.jit
+def _words_at(row, t, words, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(row[:, None] + t[None, :])
+    else:
+        return tl.load(row[:, None] + t[None, :], mask=(t < words)[None, :], other=0)
+
+
+@triton.jit
+def _scales_at(scales, g, groups, FORMAT: tl.constexpr, EVEN: tl.constexpr):
+    if FORMAT != 6:
+        return tl.load(scales)[:, None] + tl.zeros_like(g).to(tl.float32)[None, :]
+    elif EVEN:
+        return tl.load(scales[:, None] + g[None, :])
+    else:
+        return tl.load(scales[:, None] + g[None, :], mask=(g < groups)[None, :], other=0.0)
+
+
+@triton.jit
+def vector_rows(row, scales, words, groups, x, plane, xs, sums, tops,
                 FORMAT: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr,
-                EVEN: tl.constexpr, R: tl.constexpr, CG: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                EVEN: tl.constexpr, R: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
     """float32 `[R]`: rows at the addresses `row` (int32 pointers, `words` words each), scales at `scales`.
 
-    GROUP is a multiple of 64; `x` int32 pointer to the prepared row. EVEN: groups are whole and fill the steps.
+    N groups a step. STEPS > 0: that many steps cover the row, and all of it is on its way at once; 0: the next step's
+    words are on their way while this one's are multiplied. GROUP is 64, 128 or 256; `x` int32 pointer to the prepared
+    row, `plane` in words. EVEN: groups are whole and fill the steps.
     """
     WG: tl.constexpr = GROUP // 4 if FORMAT == 3 else GROUP // 8
     acc = tl.zeros((R,), tl.float32)
-    pick = tl.arange(0, CG)
-    for begin in range(0, groups, CG * UNROLL):
-        for u in tl.static_range(UNROLL):
-            g = begin + u * CG + pick
-            t = (begin + u * CG) * WG + tl.arange(0, CG * WG)
-            if EVEN:
-                inside = t >= 0
-                g_inside = pick >= 0
-                w = tl.load(row[:, None] + t[None, :], mask=live[:, None], other=0)
-            else:
-                inside = t < words
-                g_inside = g < groups
-                w = tl.load(row[:, None] + t[None, :], mask=inside[None, :] & live[:, None], other=0)
-            dots = group_dots(w, x, plane_words, half_words, t, inside, sums, tops, g, g_inside, FORMAT, PLANES,
-                              NATIVE, R, CG, WG)  # fmt: skip
-            step = tl.load(xs + g, mask=g_inside, other=0.0)[None, :]
+    pick = tl.arange(0, N)
+    place = tl.arange(0, N * WG)
+    if STEPS > 0:
+        coming = ()
+        factors = ()
+        for i in tl.static_range(STEPS):
+            coming = (*coming, _words_at(row, i * N * WG + place, words, EVEN))
+            factors = (*factors, _scales_at(scales, i * N + pick, groups, FORMAT, EVEN))
+        for i in tl.static_range(STEPS):
+            g = i * N + pick
+            dots = group_dots(coming[i], x, plane, i * N * WG + place, words, sums, tops, g, groups, FORMAT, PLANES,
+                              NATIVE, EVEN, R, N, WG)  # fmt: skip
+            acc = chain(acc, dots, factors[i] * _of_groups(xs, g, groups, EVEN), R, N)
+    else:
+        last = (groups - 1) // N * N
+        w = _words_at(row, place, words, EVEN)
+        s = _scales_at(scales, pick, groups, FORMAT, EVEN)
+        for begin in range(0, groups, N):
+            ahead = tl.minimum(begin + N, last)
+            next_w = _words_at(row, ahead * WG + place, words, EVEN)
+            next_s = s
             if FORMAT == 6:
-                s = tl.load(scales[:, None] + g[None, :], mask=g_inside[None, :] & live[:, None], other=0.0)
-            else:
-                s = tl.load(scales, mask=live, other=0.0)[:, None]
-            factor = s * step
-            if CG == 1:
-                acc = tl.fma(tl.reshape(dots, (R,)), tl.reshape(factor, (R,)), acc)
-            else:
-                for j in tl.static_range(CG):
-                    one = (pick == j)[None, :]
-                    d = tl.sum(tl.where(one, dots, 0.0), axis=1)
-                    f = tl.sum(tl.where(one, factor, 0.0), axis=1)
-                    if EVEN:
-                        acc = tl.fma(d, f, acc)
-                    else:
-                        acc = tl.where(begin + u * CG + j < groups, tl.fma(d, f, acc), acc)
+                next_s = _scales_at(scales, ahead + pick, groups, FORMAT, EVEN)
+            g = begin + pick
+            dots = group_dots(w, x, plane, begin * WG + place, words, sums, tops, g, groups, FORMAT, PLANES, NATIVE,
+                              EVEN, R, N, WG)  # fmt: skip
+            acc = chain(acc, dots, s * _of_groups(xs, g, groups, EVEN), R, N)
+            w = next_w
+            s = next_s
     return acc
