@@ -80,7 +80,8 @@ def test_given_rates_are_worked_out(capsys: pytest.CaptureFixture[str]) -> None:
     changes = {change["change"]: change for change in record["changes"]}
     assert changes["16 GiB more RAM"]["speed"] == record["all_in_memory"]
     second = changes["a second drive as fast as this one"]["speed"]["tokens_per_s"]
-    assert 1 / second == pytest.approx(experts - 7 * 3 * read / 2 + rest)
+    step_s = total / 6e9
+    assert 1 / second == pytest.approx(step_s + (experts + rest - step_s) / 2)
     assert changes["a GPU"]["speed"] is None
     assert changes["int3-g64 experts"]["speed"]["read_bytes_per_token"] < record["speed"]["read_bytes_per_token"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from picaflor.runtime.machine import StateFile, fingerprint, machine_fingerprint
-from picaflor.runtime.predict import independent_misses, predict, uniform_misses
+from picaflor.runtime.predict import independent_misses, predict, read_time, uniform_misses
 
 
 def test_uniform_misses_are_hypergeometric() -> None:
@@ -32,33 +32,35 @@ def test_independent_misses_are_binomial() -> None:
 
 
 def test_all_in_memory_is_the_measured_step() -> None:
-    found = predict([{0: 1.0}] * 3, [4] * 3, step_s=0.02, experts_s=0.012, read_s=(0.0,), expert_bytes=10)
+    found = predict([{0: 1.0}] * 3, [4] * 3, step_s=0.02, experts_s=0.012, extra_s=(0.0,), expert_bytes=10)
     assert found.tokens_per_s == pytest.approx(50)
     assert (found.hit_rate, found.read_bytes) == (1.0, 0.0)
     assert found.seconds["experts"] == pytest.approx(0.012)
     assert found.limit == "experts"
 
 
-def test_reads_overlap_with_what_is_in_memory_and_the_last_comes_after() -> None:
-    """An expert takes 1 ms. Three missing take 10 ms and the last one's 1 ms; one missing hides behind the others."""
-    read_s = (0.0, 0.002, 0.006, 0.010, 0.014)
-    slow = predict([{3: 1.0}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
-    assert 1 / slow.tokens_per_s == pytest.approx(0.005 + 0.011)
-    assert slow.seconds["waiting for reads"] == pytest.approx(0.007)
-    assert (slow.hit_rate, slow.read_bytes) == (0.25, 300)
-    assert slow.limit == "waiting for reads"
-    hidden = predict([{1: 1.0}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
-    assert 1 / hidden.tokens_per_s == pytest.approx(0.009)
-    mixed = predict([{1: 0.5, 3: 0.5}], [4], step_s=0.009, experts_s=0.004, read_s=read_s, expert_bytes=100)
+def test_rates_alone_overlap_reads_with_what_is_in_memory_and_the_last_comes_after() -> None:
+    """Multiplying one of four takes 1 ms. Reading 3 ms: one missing takes 4 instead of 4, three take 10 of them."""
+    assert read_time(4, read_s=0.003, expert_s=0.001) == pytest.approx((0, 0, 0.003, 0.006, 0.009))
+    assert read_time(4, read_s=0.0001, expert_s=0.001) == pytest.approx((0, 0, 0, 0, 0))
+
+
+def test_each_layer_adds_what_its_misses_cost() -> None:
+    extra_s = (0.0, 0.0, 0.002, 0.007, 0.011)
+    slow = predict([{3: 1.0}], [4], step_s=0.009, experts_s=0.004, extra_s=extra_s, expert_bytes=100)
+    assert 1 / slow.tokens_per_s == pytest.approx(0.016)
+    assert slow.seconds == {"reads": 0.007, "experts": 0.004, "everything else": pytest.approx(0.005)}
+    assert (slow.hit_rate, slow.read_bytes, slow.limit) == (0.25, 300, "reads")
+    mixed = predict([{1: 0.5, 3: 0.5}], [4], step_s=0.009, experts_s=0.004, extra_s=extra_s, expert_bytes=100)
     assert 1 / mixed.tokens_per_s == pytest.approx((0.009 + 0.016) / 2)
     assert mixed.read_bytes == 200
-    two = predict([{3: 1.0}, {0: 1.0}], [4, 4], step_s=0.013, experts_s=0.008, read_s=read_s, expert_bytes=100)
-    assert 1 / two.tokens_per_s == pytest.approx(0.005 + 0.011 + 0.004)
+    two = predict([{3: 1.0}, {0: 1.0}], [4, 4], step_s=0.013, experts_s=0.008, extra_s=extra_s, expert_bytes=100)
+    assert 1 / two.tokens_per_s == pytest.approx(0.020)
     assert two.hit_rate == 0.625
 
 
 def test_a_model_without_experts() -> None:
-    found = predict([], [], step_s=0.5, experts_s=0.0, read_s=(0.0,), expert_bytes=0)
+    found = predict([], [], step_s=0.5, experts_s=0.0, extra_s=(0.0,), expert_bytes=0)
     assert (found.tokens_per_s, found.hit_rate) == (2.0, 1.0)
 
 

@@ -159,7 +159,7 @@ def check_weights(path: Path, settings: Settings) -> Check:
 
 def check_reads(path: Path, settings: Settings) -> Check:
     """The rate at which missing experts come, as in a run."""
-    from picaflor.runtime.trial import measure_reads
+    from picaflor.runtime.trial_reads import measure_reads
 
     plan = _sketch(path, settings)
     try:

@@ -113,7 +113,7 @@ def as_record(plan: Sketch, found: Forecast) -> dict[str, Any]:
             "memory_bytes_per_s": found.compute.memory_bytes_per_s,
             "step_s": found.compute.step_s,
             "experts_s": found.compute.experts_s,
-            "read_s": list(reads.seconds) if reads else None,
+            "read_extra_s": list(reads.extra_s) if reads else None,
             "read_bytes_per_s": reads.bytes_per_s if reads else None,
             "read_from_storage": reads.storage_share if reads else None,
         },

@@ -6,17 +6,18 @@ Ties sketches, trials, replays and the arithmetic of a prediction together; must
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from picaflor.errors import OutOfBudget, UsageError
 from picaflor.formats import REGISTRY
 from picaflor.runtime.machine import StateFile, fingerprint, machine_fingerprint, model_fingerprint
-from picaflor.runtime.predict import Misses, Speed, independent_misses, predict, uniform_misses
+from picaflor.runtime.predict import Misses, Speed, independent_misses, predict, read_time, uniform_misses
 from picaflor.runtime.sketch import Sketch, token_bytes
-from picaflor.runtime.trial import Compute, Reads, measure_compute, measure_reads
+from picaflor.runtime.trial import Compute, measure_compute
+from picaflor.runtime.trial_reads import Reads, measure_reads
 from picaflor.store.budget import Ledger
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 MORE_RAM = 16 << 30
 INT3 = "int3-g64"
-INT3_LOSS = ""
+INT3_LOSS = "costs quality: perplexity +13 % against int4-grouped 64 on the model that comes with the program"
+"""As measured: benchmarks/records/eval-int3-experts.json."""
 ASSUMED_PART = 0.6
 """Part of memory's rate that multiplying reaches, where the rate is given and nothing is measured."""
 
@@ -93,6 +95,7 @@ def _routes_in_words(routes: Routes | None) -> str:
 
 
 def _check_routes(plan: Sketch, routes: Routes) -> None:
+    """Raises UsageError for routes of another model, or without a request to each layer."""
     wanted = {block.layer: block.router.experts for block in plan.moe}
     found = {layer.layer: layer.experts for layer in routes.layers}
     if wanted != found:
@@ -101,6 +104,9 @@ def _check_routes(plan: Sketch, routes: Routes) -> None:
             f"{max(found.values(), default=0)} experts; this model has {len(wanted)} of at most "
             f"{max(wanted.values(), default=0)}"
         )
+    silent = sorted(set(wanted) - {routes.layers[place].layer for place in set(routes.places.tolist())})
+    if silent:
+        raise UsageError(f"--replay: no request to layer {silent[0]} is recorded: record a run that reads experts")
 
 
 class _Guess:
@@ -114,17 +120,17 @@ class _Guess:
     def all_resident(self) -> Speed:
         """With every expert in memory."""
         none: Misses = {0: 1.0}
-        return self._predict([none] * len(self._plan.moe), read_s=(0.0,))
+        return self._predict([none] * len(self._plan.moe), extra_s=(0.0,))
 
     def speed(self, ledger: Ledger, *, read_share: float = 1.0, expert_share: float = 1.0) -> Speed | None:
         """With this placement, reads in this part of their time and experts of this part of their size."""
         if ledger.all_resident:
-            return self._predict([{0: 1.0}] * len(self._plan.moe), read_s=(0.0,), expert_share=expert_share)
+            return self._predict([{0: 1.0}] * len(self._plan.moe), extra_s=(0.0,), expert_share=expert_share)
         reads = self._measured.reads
         if reads is None:
             return None
-        seconds = [value * read_share * expert_share for value in reads.seconds]
-        return self._predict(self._misses(ledger), read_s=seconds, expert_share=expert_share)
+        seconds = [value * read_share * expert_share for value in reads.extra_s]
+        return self._predict(self._misses(ledger), extra_s=seconds, expert_share=expert_share)
 
     def _misses(self, ledger: Ledger) -> list[Misses]:
         blocks = self._plan.moe
@@ -139,7 +145,7 @@ class _Guess:
         found = replay(self._routes, slots=ledger.slots, working_slots=ledger.working_slots, policy="auto")
         return [independent_misses(_rate(*found.by_layer[block.layer]), block.router.top_k) for block in blocks]
 
-    def _predict(self, misses: Sequence[Misses], *, read_s: Sequence[float], expert_share: float = 1.0) -> Speed:
+    def _predict(self, misses: Sequence[Misses], *, extra_s: Sequence[float], expert_share: float = 1.0) -> Speed:
         compute = self._measured.compute
         experts_s = compute.experts_s * expert_share
         nbytes = self._plan.expert_bytes // max(self._plan.experts, 1)
@@ -148,7 +154,7 @@ class _Guess:
             [block.router.top_k for block in self._plan.moe],
             step_s=compute.step_s - compute.experts_s + experts_s,
             experts_s=experts_s,
-            read_s=read_s,
+            extra_s=extra_s,
             expert_bytes=int(nbytes * expert_share),
         )
 
@@ -202,7 +208,7 @@ def int3_share(plan: Sketch) -> float:
 def _rates(plan: Sketch, state: StateFile, memory_rate: int | None, disk_rate: int | None, fresh: bool) -> _Measured:
     said: list[str] = []
     compute = _compute(plan, state, memory_rate, fresh, said)
-    reads = _reads(plan, state, disk_rate, fresh, said)
+    reads = _reads(plan, compute, state, disk_rate, fresh, said)
     return _Measured(compute, reads, ", ".join(said))
 
 
@@ -238,25 +244,34 @@ def _compute(plan: Sketch, state: StateFile, memory_rate: int | None, fresh: boo
     return found
 
 
-def _reads(plan: Sketch, state: StateFile, disk_rate: int | None, fresh: bool, said: list[str]) -> Reads | None:
+def _reads(
+    plan: Sketch, compute: Compute, state: StateFile, disk_rate: int | None, fresh: bool, said: list[str]
+) -> Reads | None:
     if not plan.moe:
         return None
     top_k = max(block.router.top_k for block in plan.moe)
     nbytes = plan.expert_bytes // plan.experts
     if disk_rate is not None:
         said.append("reads: --disk-rate")
-        return Reads(tuple(m * nbytes / disk_rate for m in range(top_k + 1)), nbytes, None)
+        expert_s = compute.experts_s / sum(block.router.top_k for block in plan.moe)
+        return Reads(read_time(top_k, read_s=nbytes / disk_rate, expert_s=expert_s), nbytes, float(disk_rate), None)
     key = fingerprint(["reads", machine_fingerprint(), _device(plan.path), nbytes, top_k, read_options(plan)])
     kept = None if fresh else state.get(key)
-    if kept is not None and isinstance(kept.get("seconds"), list) and len(kept["seconds"]) == top_k + 1:
-        said.append("reads: measured earlier")
-        return Reads(tuple(map(float, kept["seconds"])), nbytes, kept.get("storage_share"))
+    try:
+        if kept is not None and len(kept["extra_s"]) == top_k + 1:
+            said.append("reads: measured earlier")
+            extra_s = tuple(map(float, kept["extra_s"]))
+            return Reads(extra_s, nbytes, float(kept["bytes_per_s"]), kept.get("storage_share"))
+    except (KeyError, TypeError, ValueError):
+        said.append("reads: what was kept is damaged")
     found = measure_reads(plan)
     if found is None:
-        said.append("reads: unknown, the files are not here (--disk-rate)")
+        said.append("reads: unknown, they cannot be tried here (--disk-rate)")
         return None
-    entry: Mapping[str, Any] = {"seconds": list(found.seconds), "storage_share": found.storage_share}
-    state.put(key, entry)
+    state.put(
+        key,
+        {"extra_s": list(found.extra_s), "bytes_per_s": found.bytes_per_s, "storage_share": found.storage_share},
+    )
     said.append("reads: measured now")
     return found
 
@@ -264,8 +279,9 @@ def _reads(plan: Sketch, state: StateFile, disk_rate: int | None, fresh: bool, s
 def read_options(plan: Sketch) -> list[object]:
     """The options that change how reads are made."""
     reading = plan.reading
+    compute = [plan.threads, plan.isa, plan.options.precision]
     weights = reading.mirror is not None
-    return [reading.engine, reading.depth, sorted(set(reading.blocks.values())), weights]
+    return [reading.engine, reading.depth, sorted(set(reading.blocks.values())), weights, compute]
 
 
 def _device(path: Path) -> int:

@@ -1,8 +1,7 @@
 """How fast a model would decode, from what a machine measured and where the experts lie.
 
-Pure arithmetic on numbers: must not measure, read files or know a model. A layer with m missing of k chosen experts
-takes as long as reading m, or as multiplying all k where that is longer; what is resident is multiplied meanwhile, and
-the last expert to arrive afterwards.
+Pure arithmetic on numbers: must not measure, read files or know a model. A token takes what it takes with all experts
+in memory, and in each layer what reading the missing ones adds.
 """
 
 from __future__ import annotations
@@ -47,32 +46,34 @@ def independent_misses(hit_rate: float, top_k: int) -> Misses:
     return {m: math.comb(top_k, m) * miss**m * hit_rate ** (top_k - m) for m in range(top_k + 1)}
 
 
+def read_time(top_k: int, *, read_s: float, expert_s: float) -> tuple[float, ...]:
+    """What a layer takes longer with 0 to `top_k` missing experts, from rates alone.
+
+    `read_s` seconds read an expert, `expert_s` multiply one: what is resident is multiplied meanwhile, and the last
+    one to arrive afterwards.
+    """
+    whole = top_k * expert_s
+    return tuple(max(m * read_s + expert_s, whole) - whole if m else 0.0 for m in range(top_k + 1))
+
+
 def predict(
     misses: Sequence[Misses],
     top_k: Sequence[int],
     *,
     step_s: float,
     experts_s: float,
-    read_s: Sequence[float],
+    extra_s: Sequence[float],
     expert_bytes: int,
 ) -> Speed:
     """Tokens per second of a model whose MoE layers miss as `misses` says, one entry per layer.
 
-    `step_s`: seconds of a token with all experts in memory, `experts_s` the experts' part of it. `read_s[m]`: seconds
-    of a request for m missing experts.
+    `step_s`: seconds of a token with all experts in memory, `experts_s` the experts' part of it. `extra_s[m]`: what a
+    layer with m missing experts takes longer.
     """
     chosen = sum(top_k)
-    one = experts_s / chosen if chosen else 0.0
-    waits = multiplies = missed = 0.0
-    for layer, k in zip(misses, top_k, strict=True):
-        for m, part in layer.items():
-            multiply = one * k
-            taken = max(read_s[m] + one, multiply) if m else multiply
-            waits += part * (taken - multiply)
-            multiplies += part * multiply
-            missed += part * m
-    rest = step_s - experts_s
-    seconds = {"waiting for reads": waits, "experts": multiplies, "everything else": rest}
+    waits = sum(part * extra_s[m] for layer in misses for m, part in layer.items())
+    missed = sum(part * m for layer in misses for m, part in layer.items())
+    seconds = {"reads": waits, "experts": experts_s, "everything else": step_s - experts_s}
     return Speed(
         tokens_per_s=1 / sum(seconds.values()),
         hit_rate=1 - missed / chosen if chosen else 1.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,14 @@ class Sketch:
     def complete(self) -> bool:
         """Whether the files are here in full, not only their headers."""
         return _complete(self.container)
+
+    def __enter__(self) -> Sketch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close all files."""
