@@ -155,12 +155,14 @@ LIMITS = (
 def test_limits_of_the_process_count_address_space_and_stacks(tmp_path: Path) -> None:
     status = "VmSize:\t 614400 kB\nVmData:\t 204800 kB\n"
     tree(tmp_path, {"proc/self/status": status, "proc/self/limits": LIMITS.format(data=GIB, space="unlimited")})
-    assert sources(tmp_path)["ulimit"].nbytes == GIB - 200 * MIB + HELD
+    assert sources(tmp_path)["ulimit"].nbytes == share(GIB - 200 * MIB)
     with_stacks = memory_sources(None, held=HELD, threads=10, proc=tmp_path / "proc", cgroup_mount=tmp_path)[3]
-    assert with_stacks.nbytes == GIB - 280 * MIB + HELD
-    assert with_stacks.detail.startswith("ulimit -d 1 GiB less 280 MiB of address space")
+    assert with_stacks.nbytes == share(GIB - 280 * MIB)
+    assert with_stacks.detail.startswith("ulimit -d: 88% of 1 GiB less 280 MiB of address space")
+    planned = memory_sources(None, held=HELD, mapped=150 * MIB, proc=tmp_path / "proc", cgroup_mount=tmp_path)[3]
+    assert planned.nbytes == share(GIB - 50 * MIB)  # what is planned for is not taken twice
     tree(tmp_path, {"proc/self/limits": LIMITS.format(data=2 * GIB, space=GIB)})
-    assert sources(tmp_path)["ulimit"].nbytes == GIB - 600 * MIB + HELD
+    assert sources(tmp_path)["ulimit"].nbytes == share(GIB - 600 * MIB)
     tree(tmp_path, {"proc/self/limits": LIMITS.format(data=100 * MIB, space="unlimited")})
     assert sources(tmp_path)["ulimit"].nbytes == HELD
     tree(tmp_path, {"proc/self/limits": LIMITS.format(data="unlimited", space="unlimited")})

@@ -104,7 +104,7 @@ def read_small_file(path: Path, limit: int) -> bytes | None:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise BadContainer(f"{where}: {size} bytes, at most {limit} are accepted")
-            data = file.read(limit + 1)
+            data = file.read(size + 1)
     except FileNotFoundError:
         if path.is_symlink():
             target = show_path(os.readlink(path))

@@ -208,6 +208,11 @@ class Residents:
         """Bytes of memory for every matrix that was bound."""
         return sum(_padded(plane.nbytes) for plane in self.memory())
 
+    @property
+    def mapped_nbytes(self) -> int:
+        """Address space that these weights take already, touched or not."""
+        return self.nbytes if self._allocate == self._backend.allocate else 0
+
     def matrix(self, name: str) -> Weight:
         """A handle on a matrix whose bytes may still be on disk."""
         if name not in self._weights:
@@ -482,7 +487,12 @@ def ledger_of(
         if backend.takes_experts(residents.nbytes, total):
             wanted_slots = 1  # they pass through the host once
     return fit(
-        memory_sources(options.ram_bytes, held=held, threads=backend.threads + (options.read_threads or READ_THREADS)),
+        memory_sources(
+            options.ram_bytes,
+            held=held,
+            mapped=residents.mapped_nbytes + (0 if backend.on_device else kv_bytes) + backend.workspace_bytes(),
+            threads=2 * (options.read_threads or READ_THREADS),  # the store's, and as many that a bench may start
+        ),
         items,
         {layer: files.slot_nbytes(layer) for layer in layers} if files is not None else {},
         {layer: files.count(layer) for layer in layers} if files is not None else {},

@@ -103,19 +103,26 @@ def process_memory(*, proc: Path = PROC) -> ProcessMemory | None:
 
 
 def memory_sources(
-    ram: int | None, *, held: int, threads: int = 0, proc: Path = PROC, cgroup_mount: Path = CGROUP_MOUNT
+    ram: int | None,
+    *,
+    held: int,
+    threads: int = 0,
+    mapped: int = 0,
+    proc: Path = PROC,
+    cgroup_mount: Path = CGROUP_MOUNT,
 ) -> tuple[Source, ...]:
     """The word of `--ram`, of the host, of the control groups and of the process's own limits (`ulimit`) on what this
     process may use, `held` bytes (what it holds now) included.
 
-    `threads`: how many will be started; the process's limits count the address space of their stacks.
+    `threads`: how many will be started; the process's limits count the address space of their stacks. `mapped`: address
+    space that is taken already for what is not part of `held` and is planned for.
     """
     given = Source("--ram", ram, "given" if ram is not None else "not given")
     return (
         given,
         _host_source(held, proc),
         _cgroup_source(held, proc, cgroup_mount),
-        _process_source(held, threads, proc),
+        _process_source(held, threads, mapped, proc),
     )
 
 
@@ -271,7 +278,7 @@ def _host_source(held: int, proc: Path) -> Source:
     return Source("host", int(available * HOST_SHARE) + held, f"{detail}, and what the process holds")
 
 
-def _process_source(held: int, threads: int, proc: Path) -> Source:
+def _process_source(held: int, threads: int, mapped: int, proc: Path) -> Source:
     """The tightest of `ulimit -d` and `ulimit -v`, which count address space, touched or not."""
     limits, status = proc / "self" / "limits", proc / "self" / "status"
     try:
@@ -287,9 +294,9 @@ def _process_source(held: int, threads: int, proc: Path) -> Source:
             continue
         if field not in used:
             return Source("ulimit", None, f"{status} has no {field}", unknown=True)
-        taken = used[field] + stacks
-        detail = f"ulimit -{letter} {format_bytes(limit)} less {format_bytes(taken)} of address space"
-        found.append((max(0, limit - taken), detail))
+        taken = max(used[field] - mapped, 0) + stacks
+        said = f"{HOST_SHARE:.0%} of {format_bytes(limit)} less {format_bytes(taken)} of address space"
+        found.append((max(0, int((limit - taken) * HOST_SHARE)), f"ulimit -{letter}: {said}"))
     if not found:
         return Source("ulimit", None, "neither -d nor -v is set")
     room, detail = min(found)
