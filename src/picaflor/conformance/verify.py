@@ -81,7 +81,13 @@ class What:
 
 
 def variants(backend: str, isa: str) -> list[Variant]:
-    """Every instruction set that this machine and build have, on one thread, and the best one on two."""
+    """Every instruction set that this machine and build have, on one thread, and the best one on two.
+
+    A backend with memory of its own has one architecture: it runs twice, and its threads are the host's.
+    """
+    plain = load_backend(EngineOptions(backend=backend, threads=1), _quiet)
+    if plain.on_device:
+        return [Variant(plain.isa, 1), Variant(plain.isa, 2)]
     names = settings.TABLE["isa"].kind.metavar.split("|") if isa == "auto" else [isa]
     found = [Variant(name, 1) for name in names if name != "auto" and (isa != "auto" or _available(backend, name))]
     return [*found, Variant(found[-1].isa, 2)]
