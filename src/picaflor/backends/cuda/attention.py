@@ -293,7 +293,7 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
     groups = triton.cdiv(shared, size.sum_heads) * kv_heads
     _weigh[(triton.cdiv(rows, size.rows), blocks, groups * triton.cdiv(width, size.sum_columns))](
         weights, values, values.stride(0), counts, tokens, sums, rows, blocks, heads, shared, W=width, R=size.rows,
-        H=size.sum_heads, B=size.sum_columns, U=1 if size.unroll == 1 else 8, **EXACT,
+        H=size.sum_heads, B=size.sum_columns, U=1 if size.unroll == 1 else 32, **EXACT,
     )  # fmt: skip
     _merge[(triton.cdiv(items, size.rows), triton.cdiv(width, size.sum_columns))](
         sums, stats, counts, out, out.stride(0), out_head, blocks, items, heads, W=width, R=size.rows,

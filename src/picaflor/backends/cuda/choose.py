@@ -150,14 +150,15 @@ def _router(logits, logits_row, bias, ids, ids_row, weights, weights_row, scale,
     if GROUPS > 1:
         known = tl.where(real & (choice == choice), choice, float("-inf"))
         best = tl.max(known, axis=1)
-        value = best
+        group_score = best
         if SIZE > 1:
             place = tl.argmax(known, axis=1, tie_break_left=True)
             rest = tl.where(member == place[:, None], float("-inf"), known)
-            value = best + tl.max(rest, axis=1)
-        number = tl.arange(0, G)
-        group_order = tl.where(number < GROUPS, rank(value) * 2147483648 + (2147483647 - number), -1)
-        kept = number < 0
+            group_score = best + tl.max(rest, axis=1)
+        place_of_group = tl.arange(0, G)
+        group_rank = rank(group_score) * 2147483648 + (2147483647 - place_of_group)
+        group_order = tl.where(place_of_group < GROUPS, group_rank, -1)
+        kept = place_of_group < 0
         for _ in range(0, TOP_GROUPS):
             chosen = tl.max(group_order, axis=0)
             kept = kept | (group_order == chosen)

@@ -35,7 +35,7 @@ def _embed(codes, scales, grid, tokens, out, out_row, rows, table_rows, cols, ro
 
 @triton.jit
 def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, row_bytes, W: tl.constexpr,
-            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr):  # fmt: skip
+            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr, U: tl.constexpr):  # fmt: skip
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
     col = tl.program_id(2) * B + tl.arange(0, B)[None, :]
@@ -43,11 +43,13 @@ def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, 
     q_at = q + row * q_row + head * (nope + rope)
     first = head * (nope + value)
     acc = tl.zeros((R, B), tl.float32)
-    for d in range(0, nope):
-        number = tl.full((1, 1), 0, tl.int32) + (first + d)
-        w = decoded(codes, scales, grid, number, col, col < W, W, row_bytes, FORMAT, GROUP)
-        c = tl.load(q_at + d, mask=live, other=0.0)[:, None]
-        acc = tl.fma(c, w, acc)
+    for begin in range(0, nope, U):
+        for u in tl.static_range(U):
+            d = begin + u
+            number = tl.full((1, 1), 0, tl.int32) + (first + d)
+            w = decoded(codes, scales, grid, number, col, (col < W) & (d < nope), W, row_bytes, FORMAT, GROUP)
+            c = tl.load(q_at + d, mask=live & (d < nope), other=0.0)[:, None]
+            acc = tl.where(d < nope, tl.fma(c, w, acc), acc)
     at = out + (row[:, None] * heads + head) * W + col
     tl.store(at, acc, mask=live[:, None] & (col < W))
 
@@ -101,7 +103,8 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     wide = columns(width, most=1024 if interpreted else 64)
     _absorb[(triton.cdiv(rows, few), heads, triton.cdiv(width, wide))](
         *_planes(kv_b), q, q.stride(0), absorbed, rows, heads, nope, rope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, B=wide, num_warps=4 if interpreted else 2, **EXACT,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, B=wide, U=1 if interpreted else 16,
+        num_warps=4 if interpreted else 2, **EXACT,
     )  # fmt: skip
     mixed = torch.empty_like(absorbed)
     first = Scores(absorbed, heads * width, width, latent, width)
@@ -110,7 +113,7 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     tall = columns(value) if interpreted else 16
     _expand[(triton.cdiv(rows, few), heads, triton.cdiv(value, tall))](
         *_planes(kv_b), mixed, out, out.stride(0), rows, heads, nope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=1, **EXACT,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=1 if interpreted else 4, **EXACT,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""
+EXPERTS: Final = "expert_ffn"
 CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
 
 
@@ -63,10 +64,21 @@ class Step:
 
 
 @dataclass(slots=True)
-class Graph:
-    """A graph of one size; None until it was captured."""
+class Part:
+    """Steps that run together, and their graph for one size of batch; None until it was captured."""
 
+    steps: Sequence[Step]
     captured: Any = None
+
+
+def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
+    """Calls of experts alone, what lies between them together."""
+    parts: list[list[Step]] = []
+    for step in steps:
+        if not parts or EXPERTS in (step.op, parts[-1][0].op):
+            parts.append([])
+        parts[-1].append(step)
+    return list(parts)
 
 
 class DeviceFailed(Exception):
@@ -90,6 +102,7 @@ class Batches:
     touched: set[int] = field(default_factory=set)
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
+    _pool: Any = None
 
     def __post_init__(self) -> None:
         size = 3 * self.max_rows + 4 * self.max_outputs + self.max_rows * self.pages
@@ -105,6 +118,12 @@ class Batches:
     def nbytes(self) -> int:
         """Bytes on the device."""
         return int(self._host.nbytes)
+
+    def pool(self) -> Any:
+        """Memory that captured graphs share: they run one after the other and leave nothing there."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def load(self, batch: Batch, experts: ExpertProvider | None) -> Frame:
         """Check a batch and copy it to the device. Raises ValueError for one that does not fit."""
@@ -191,7 +210,8 @@ class CudaProgram:
         self._allowed = allowed
         self._ready = ready
         self._tier = tier
-        self._graphs: dict[tuple[int, int, int], Graph] = {}
+        self._asks = any(step.op == EXPERTS for step in steps)
+        self._graphs: dict[tuple[int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
         self._written: dict[Rows, F32] = {}
@@ -199,7 +219,7 @@ class CudaProgram:
 
     def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
         """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
-        if experts is None and any(step.op == "expert_ffn" for step in self._steps):
+        if experts is None and self._asks:
             raise ValueError("the program has experts, and no provider was given")
         started = time.perf_counter()
         if not self._twin.active:
@@ -232,39 +252,45 @@ class CudaProgram:
         if self._capturable(frame):
             self._replay(frame)
         else:
-            self._launch(frame)
+            self._launch(frame, self._steps)
 
     def _capturable(self, frame: Frame) -> bool:
-        """Whether a captured graph can do it: few rows, nothing that asks the host in between."""
-        here = self._tier.all_here or not any(step.op == "expert_ffn" for step in self._steps)
-        return self._batches.captures and here and 0 < frame.rows.count <= GRAPH_ROWS
+        """Whether captured graphs can do it: few rows, on a device that has them."""
+        return self._batches.captures and 0 < frame.rows.count <= GRAPH_ROWS
 
     def _replay(self, frame: Frame) -> None:
-        """Run by a captured graph. The first call of a size runs eagerly, the second is captured, later ones replay."""
+        """Run by captured graphs: one where all experts are here, else one between any two calls of experts.
+
+        The first call of a size runs eagerly, the second is captured as it runs, later ones replay.
+        """
         if self._graphs_of != self._tier.version:
             self._graphs.clear()
             self._graphs_of = self._tier.version
         blocks = triton.next_power_of_2(-(-frame.longest // BLOCK_KEYS))
         wide = replace(frame, longest=min(blocks * BLOCK_KEYS, self._batches.capacity))
-        key = (frame.rows.count, frame.outputs.count, blocks)
+        whole = self._tier.all_here or not self._asks
+        key = (frame.rows.count, frame.outputs.count, blocks, whole)
         known = self._graphs.get(key)
         if known is None:
-            self._launch(wide)
-            self._graphs[key] = Graph()
+            self._launch(wide, self._steps)
+            self._graphs[key] = [Part(steps) for steps in ([self._steps] if whole else _parts(self._steps))]
             return
-        if known.captured is None:
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured):
-                self._launch(wide)
-            known.captured = captured
-        else:
-            for step in self._steps:
-                self._allowed(step.op)
-        known.captured.replay()
-        self.replays += 1
+        for part in known:
+            if not whole and part.steps[0].op == EXPERTS:
+                self._launch(wide, part.steps)
+                continue
+            if part.captured is None:
+                part.captured = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(part.captured, pool=self._batches.pool()):
+                    self._launch(wide, part.steps)
+            else:
+                for step in part.steps:
+                    self._allowed(step.op)
+            part.captured.replay()
+            self.replays += 1
 
-    def _launch(self, frame: Frame) -> None:
-        for step in self._steps:
+    def _launch(self, frame: Frame, steps: Sequence[Step]) -> None:
+        for step in steps:
             space = frame.outputs if step.outputs else frame.rows
             if space.count:
                 self._allowed(step.op)

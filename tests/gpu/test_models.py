@@ -1,0 +1,105 @@
+"""Whole models on a GPU backend give the CPU's bits: over chunks, batches, experts that are here or sent for, failures.
+
+Without a GPU Triton's interpreter runs the kernels, so few tokens must do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_support import IDS, cpu_logits, logits, opened, same_bits
+
+from picaflor.errors import OutOfBudget, UnsupportedKernel
+from picaflor.runtime.kvcache import Sequence
+from picaflor.runtime.runner import Work
+
+GLM = "tiny_glm_int4g64"
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    """What the CPU says."""
+    return cpu_logits(GLM, IDS)
+
+
+def test_a_model_that_is_all_on_the_device(expected: Any) -> None:
+    with opened(GLM, backend="cuda") as engine:
+        assert same_bits(logits(engine, IDS, chunk=5), expected)
+        backend: Any = engine.plan.backend
+        assert backend.tier.all_here
+        assert backend.tier.counters.sent == backend.tier.experts == 16
+        assert backend.calls["attention"] == 4
+        assert engine.record().fallbacks == {}
+        assert engine.record().kernels["cuda.expert_ffn.int4-grouped"] == 2
+        assert engine.plan.ledger.slots == {layer: 1 for layer in engine.plan.ledger.slots}
+
+
+def test_grouped_query_attention() -> None:
+    wanted = cpu_logits("qwen3_moe_tiny", IDS[:4])
+    with opened("qwen3_moe_tiny", backend="cuda") as engine:
+        assert same_bits(logits(engine, IDS[:4]), wanted)
+
+
+@pytest.mark.parametrize("slots", [1, 5])
+def test_experts_that_are_sent_for(slots: int, expected: Any) -> None:
+    with opened(GLM, backend="cuda") as engine:
+        backend: Any = engine.plan.backend
+        backend.tier.most_slots = slots
+        assert same_bits(logits(engine, IDS[:3], chunk=2), expected[:3])
+        counters = backend.tier.counters
+        assert backend.tier.slots == slots
+        assert counters.sent > 4
+        assert counters.sent_bytes == counters.sent * 7168
+        assert not backend.tier.all_here
+
+
+def test_less_memory_while_running(expected: Any) -> None:
+    warnings: list[str] = []
+    with opened(GLM, backend="cuda", warnings=warnings) as engine:
+        backend: Any = engine.plan.backend
+        logits(engine, IDS[:1])
+        assert backend.tier.shrink()
+        assert not backend.tier.shrink()
+        assert same_bits(logits(engine, IDS[:2]), expected[:2])
+        assert backend.tier.slots == 12
+    assert any(re.match(r"the device is out of memory: expert slots go from 16 to 12 \(.*--vram", w) for w in warnings)
+
+
+def test_too_little_memory_for_one_expert() -> None:
+    with opened(GLM, backend="cuda", vram_bytes=1 << 20) as engine, pytest.raises(OutOfBudget, match="raise --vram"):
+        logits(engine, IDS[:1])
+
+
+@pytest.mark.parametrize(("fail_after", "chunk"), [(0, 8), (30, 2)])
+def test_calls_that_fail_are_computed_by_the_host(fail_after: int, chunk: int, expected: Any) -> None:
+    """With every call failing, what comes out is the CPU's and the device has done nothing."""
+    warnings: list[str] = []
+    with opened(GLM, backend="cuda", fail_after=fail_after, warnings=warnings) as engine:
+        found = logits(engine, IDS, chunk=chunk)
+        backend: Any = engine.plan.backend
+        assert backend.calls.total() == fail_after
+        fallbacks = engine.record().fallbacks
+    assert same_bits(found, expected)
+    assert sum(fallbacks.values()) == 1
+    told = [line for line in warnings if "PICAFLOR_FAIL_AFTER" in line]
+    assert len(told) == 1
+    assert told[0].endswith("; cpu does this and all later such calls; to cure: unset PICAFLOR_FAIL_AFTER")
+
+
+def test_strict_makes_a_failing_call_an_error() -> None:
+    with (
+        opened("qwen3_moe_tiny", backend="cuda", fail_after=0, strict=True) as engine,
+        pytest.raises(UnsupportedKernel, match=r"cuda\.embed failed: PICAFLOR_FAIL_AFTER=0"),
+    ):
+        logits(engine, IDS[:1])
+
+
+def test_a_row_has_one_result_beside_any_others(expected: Any) -> None:
+    with opened(GLM, backend="cuda") as engine:
+        texts = [IDS[:2], IDS[::-1][:3].copy()]
+        together = engine.runner.step([Work(Sequence(), ids, "all") for ids in texts]).copy()
+    assert same_bits(together[:2], expected[:2])
+    assert not np.array_equal(together[2], expected[0])

@@ -1,0 +1,63 @@
+"""Backends that cannot start say why; the table of cells is whole and needs neither torch nor Triton."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from picaflor.backends.cuda import capabilities
+from picaflor.backends.table import CapabilityTable
+from picaflor.errors import UnsupportedKernel
+from picaflor.formats import REGISTRY
+from picaflor.runtime.plan import EngineOptions, load_backend
+
+
+def load(name: str) -> Any:
+    """The backend of that name."""
+    return load_backend(EngineOptions(backend=name, threads=1), lambda text: None)
+
+
+def test_every_format_has_every_cell_on_both_backends() -> None:
+    table = CapabilityTable()
+    for backend in capabilities.BACKENDS:
+        capabilities.declare(table, backend)
+    operations = (*capabilities.WEIGHT_OPS, *capabilities.ROW_OPS)
+    assert table.missing(REGISTRY, operations) == []
+    assert len(table.cells()) == 2 * (4 * len(REGISTRY) + len(capabilities.FORMAT_FREE_OPS))
+
+
+def test_without_torch_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("picaflor.backends.cuda.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedKernel, match=r"backend cuda cannot start: .*torch"):
+        load("cuda")
+
+
+def test_the_cpu_backend_imports_no_torch() -> None:
+    code = (
+        "import sys; from picaflor.runtime.plan import EngineOptions, load_backend; "
+        "load_backend(EngineOptions(), print); "
+        "assert not {'torch', 'triton'} & set(sys.modules), 'torch was imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm"])
+def test_without_a_device_the_reason_is_told(name: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    code = (
+        "from picaflor.runtime.plan import EngineOptions, load_backend\n"
+        f"try:\n    load_backend(EngineOptions(backend='{name}'), print)\n"
+        "except Exception as error:\n    print(type(error).__name__, error)"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.startswith(f"UnsupportedKernel backend {name} cannot start: torch "), done
