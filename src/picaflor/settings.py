@@ -157,6 +157,15 @@ def _texts(metavar: str) -> Kind:
     return Kind(metavar, 'text that is not empty, or a list of such texts as ["a", "b"]', read)
 
 
+def _text(accepts: str) -> Kind:
+    def read(value: object) -> str:
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ValueError
+        return value
+
+    return Kind("TEXT", accepts, read)
+
+
 def _path() -> Kind:
     def read(value: object) -> Path:
         if not isinstance(value, str) or not value or "\0" in value:
@@ -271,6 +280,25 @@ class Settings:
         (),
         "Directory with copies of shards, on another drive, to read from as well; may be repeated.",
         ENGINE_COMMANDS,
+    )
+    policy: str = _option(
+        _choice("auto", "forecast", "heat", "lru", "pins"),
+        "auto",
+        "Which experts stay in memory; auto tries all on the live routes and has the best in force.",
+        ENGINE_COMMANDS,
+    )
+    usage: str = _option(
+        _text("auto, off or a path"),
+        "auto",
+        "History of experts used, for pins: auto keeps one per model under $XDG_STATE_HOME/picaflor/usage; a PATH named"
+        " .coli_usage is kept in that format.",
+        ENGINE_COMMANDS,
+    )
+    record_routes: Path | None = _option(
+        _path(),
+        None,
+        "Write which experts were asked for to this file, for plan --replay.",
+        ("run", "eval", "bench decode"),
     )
     group_size: int | None = _option(
         _count(2),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from picaflor import settings as table
 from picaflor.errors import BadContainer, UsageError
-from picaflor.settings import Settings
+from picaflor.settings import Settings, state_folder
 from picaflor.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -141,6 +141,10 @@ def engine_options(settings: Settings) -> EngineOptions:
         disable=settings.disable,
         fail_after=settings.fail_after,
         tuned=tuned_entries(settings),
+        policy=settings.policy,
+        usage=None if settings.usage in ("auto", "off") else Path(settings.usage).expanduser(),
+        state=state_folder() if settings.usage == "auto" else None,
+        record_routes=settings.record_routes,
     )
 
 

@@ -101,10 +101,15 @@ class StateFile:
 
 def write_json(path: Path, value: object) -> None:
     """Write a file so that it is there in full or not at all. Raises WriteFailed."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that it is there in full or not at all. Raises WriteFailed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):

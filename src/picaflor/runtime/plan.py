@@ -24,15 +24,18 @@ from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
 from picaflor.formats.kv import get as kv_format
 from picaflor.models.base import DraftForward, Forward, Model, Scope
+from picaflor.models.blocks.moe import MoE
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import sidefile, tune
 from picaflor.runtime.chat import ChatTemplate
+from picaflor.runtime.history import History, Learning, history_file
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
+from picaflor.store.policy.base import PolicyFactory
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
@@ -89,6 +92,8 @@ class HostBackend(Backend, Protocol):
 class EngineOptions:
     """What a user may choose; None means that the plan decides. Sizes in bytes.
 
+    `policy`: which experts stay in memory (`store.policy.choose`). `usage`: the file of the usage history, else one in
+    the folder of `state`; none without either. `record_routes`: file for what was asked of the expert store.
     `sequences` is how many sequences of `context` tokens the key-value cache holds at once. `tuned`: what tune kept, by
     machine and model; it fills in what is left to the plan.
     """
@@ -116,6 +121,10 @@ class EngineOptions:
     mirrors: tuple[Path, ...] = ()
     split: tuple[Path, ...] = ()
     tuned: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = "auto"
+    usage: Path | None = None
+    state: Path | None = None
+    record_routes: Path | None = None
 
 
 @dataclass(slots=True)
@@ -145,11 +154,13 @@ class Plan:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
     resident_memory: list[NDArray[np.uint8]]
+    learning: Learning
     tuned: str = ""
 
     def close(self) -> None:
-        """Free the experts' memory and close all files."""
+        """Keep what was learned, free the experts' memory and close all files."""
         if self.store is not None:
+            self.learning.end(self.store)
             self.store.close()
         self.reading.close()
         self.container.close()
@@ -350,10 +361,13 @@ def _assemble(
     forward, draft = record_forward(recorder, model, residents, options)
     ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
     store = None
+    learning = _learning(options, model, index, path, notices)
     if files is not None:
-        store = open_store(files, ledger.slots, ledger.working_slots, reading, notices)
+        store = open_store(files, ledger.slots, ledger.working_slots, reading, notices, policy=learning.policies())
     try:
         residents.read_all(container, progress)
+        if store is not None:
+            learning.begin(store, model=path.resolve().name, experts_per_token=_experts_per_token(model))
     except BaseException:
         if store is not None:
             store.close()
@@ -379,7 +393,20 @@ def _assemble(
         tokenizer=tokenizer,
         chat_template=chat_template,
         resident_memory=residents.memory(),
+        learning=learning,
     )
+
+
+def _learning(options: EngineOptions, model: Model, index: ModelIndex, path: Path, notices: Notices) -> Learning:
+    """The usage history and the recording of routes. Raises BadStateFile for a history that was named."""
+    file = options.usage or history_file(options.state, model, index, path)
+    named = options.usage is not None
+    history = History(file, model, index, folder=path, named=named, warn=notices.tell)
+    return Learning(history, options.policy, options.record_routes)
+
+
+def _experts_per_token(model: Model) -> int:
+    return max((layer.mlp.router.top_k for layer in model.layers if isinstance(layer.mlp, MoE)), default=1)
 
 
 def read_plan(
@@ -414,13 +441,20 @@ def threads_source(options: EngineOptions, notices: Notices) -> str:
 
 
 def open_store(
-    files: ExpertFiles, slots: Mapping[int, int], working_slots: int, reading: Reading, notices: Notices
+    files: ExpertFiles,
+    slots: Mapping[int, int],
+    working_slots: int,
+    reading: Reading,
+    notices: Notices,
+    *,
+    policy: PolicyFactory | None = None,
 ) -> ExpertStore:
     """The store of experts, with slots by layer, that reads as was decided."""
     return ExpertStore(
         files,
         slots=slots,
         working_slots=working_slots,
+        policy=policy,
         pool=native_pool(reading.depth, engine=reading.engine, notice=notices.note),
         sources=reading.sources(files.container),
         notice=notices.tell,

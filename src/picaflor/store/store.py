@@ -35,6 +35,7 @@ from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
 READ_THREADS = 8
 WORKING_SLOTS = 8
 PRELOAD_AHEAD = 32
+WARM_AHEAD = 4
 _SHARED = "working set"
 _TICK_S = 0.2  # an interrupt from the keyboard is seen this often while waiting for the disk
 _RETRY_S = 0.02
@@ -46,9 +47,10 @@ Progress = Callable[[int, int], None]
 class _Load:
     """A read on its way: its ticket, the copy that it fills and the leases that wait for it."""
 
-    __slots__ = ("copy", "error", "leases", "preload", "ticket")
+    __slots__ = ("copy", "error", "leases", "preload", "ticket", "warm")
 
-    def __init__(self, copy: Copy, *, preload: bool) -> None:
+    def __init__(self, copy: Copy, *, preload: bool, warm: bool = False) -> None:
+        self.warm = warm
         self.copy = copy
         self.preload = preload
         self.ticket = -1
@@ -151,7 +153,11 @@ class ExpertStore:
             for layer in partial
         }
         self.recorder: RoutesWriter | None = None  # told of every request while it is set
+        self.asked_for = {layer: [0] * files.count(layer) for layer in partial}
+        """How often each expert was asked for, in the layers that do not fit completely."""
         self._working: WorkingSet[ExpertKey] = WorkingSet()
+        self._to_warm: list[ExpertKey] = []  # the next one is the last
+        self._warming = 0
         self._reader = Reader(
             files, native_pool(read_threads) if pool is None else pool, sources=sources, notice=notice
         )
@@ -256,6 +262,24 @@ class ExpertStore:
             self.counters.preload_s += time.perf_counter() - started
         return done
 
+    def warm(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        """Read these experts of each layer, the first ones first, into slots that are free, behind all other reads and
+        in file order. Returns at once; what is asked for meanwhile takes slots as it always does."""
+        with self._changed:
+            keys = [
+                ExpertKey(layer, expert)
+                for layer in self._policies
+                for expert in wanted.get(layer, ())[: self.slots[layer]]
+            ]
+            self._to_warm = sorted(keys, key=self.files.place, reverse=True)
+            self._warm_more()
+
+    @property
+    def policy_in_force(self) -> str:
+        """The ranking by which victims are chosen now; empty where all experts have a slot."""
+        policy = next(iter(self._policies.values()), None)
+        return str(getattr(policy, "in_force", ""))
+
     def close(self) -> None:
         """End all reads and give the memory back (with the last lease, if one is open). Later requests raise
         ReadFailed."""
@@ -297,7 +321,11 @@ class ExpertStore:
             self._leases.add(lease)
             policy = self._policies.get(lease.layer)
             if policy is not None:
-                policy.asked([key.expert for key in lease.wanted])
+                asked = [key.expert for key in lease.wanted]
+                policy.asked(asked)
+                counts = self.asked_for[lease.layer]
+                for expert in asked:
+                    counts[expert] += 1
             lease.missing = [key for key in lease.wanted if not self._claim(lease, key)]
             lease.missing.reverse()
             try:
@@ -307,6 +335,7 @@ class ExpertStore:
                 raise
             if policy is not None:
                 policy.rest()  # while the reads run
+            self._warm_more()
 
     def _next(self, lease: Lease) -> list[Copy]:
         """Wait for the next copies to yield; none when all were yielded. Raises ReadFailed."""
@@ -400,6 +429,19 @@ class ExpertStore:
             lease.loads[load] = None
         self.counters.layers[lease.layer].loaded += len(copies)
 
+    def _warm_more(self) -> None:
+        """Keep a few reads of `warm` under way. One that fails is read again when its expert is asked for."""
+        while self._to_warm and self._warming < WARM_AHEAD:
+            key = self._to_warm.pop()
+            free = self._residency.free_slots(self._layer_pool[key.layer]) > 0
+            if free and self._residency.find(key, RAM, DISK_LAYOUT) is None:
+                copy = self._place(key)
+                assert copy is not None
+                try:
+                    self._warming += len(self._start([copy], preload=True, warm=True))
+                except ReadFailed:  # nobody asked for it yet: the request that does will say so
+                    self._to_warm.clear()
+
     def _place(self, key: ExpertKey) -> Copy | None:
         """A new copy, LOADING, in a slot of its layer or of the working set; None if no slot can be had."""
         residency = self._residency
@@ -445,7 +487,7 @@ class ExpertStore:
         elif copy.key.layer in self._policies:
             self._policies[copy.key.layer].removed(copy.key.expert)
 
-    def _start(self, copies: Sequence[Copy], *, preload: bool) -> list[_Load]:
+    def _start(self, copies: Sequence[Copy], *, preload: bool, warm: bool = False) -> list[_Load]:
         """Start the reads of new copies in file order, all or none. Raises ReadFailed."""
         if not copies:
             return []
@@ -457,7 +499,7 @@ class ExpertStore:
             for copy in copies:
                 self._drop(copy)
             raise
-        loads = [_Load(copy, preload=preload) for copy in copies]
+        loads = [_Load(copy, preload=preload, warm=warm) for copy in copies]
         for load, ticket in zip(loads, tickets, strict=True):
             load.ticket = ticket
             self._loads[ticket] = load
@@ -494,6 +536,9 @@ class ExpertStore:
             del self._loading[copy.key]
             finished = self._reader.finish(outcome)
             counters = self.counters.layers[copy.key.layer]
+            if load.warm:
+                self._warming -= 1
+                self.counters.preload_bytes += finished.nbytes
             if not load.preload:
                 counters.reads += 1
                 counters.read_bytes += finished.nbytes
@@ -513,6 +558,8 @@ class ExpertStore:
                     lease.arrived.append(copy)
             if load.error is None and copy.pool != _SHARED:
                 self._count_ready(copy.key.layer)
+        if self._to_warm and not self._closed:
+            self._warm_more()
         self._changed.notify_all()
 
     def _count_ready(self, layer: int) -> None:

@@ -28,10 +28,11 @@ Candidates = Callable[[LayerCache], Sequence[Ranking]]
 
 
 class Contest:
-    """Decayed hits of every candidate over all layers, and who is in force. The first candidate starts."""
+    """Decayed hits of every candidate over all layers, and who is in force. The first candidate starts, or `start`."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: str = "") -> None:
         self.names: list[str] = []
+        self._start = start
         self.in_force = 0
         self.switches = 0
         self.working: list[WorkingSet[int]] = []  # of each candidate
@@ -47,6 +48,7 @@ class Contest:
             raise ValueError(f"candidates {list(names)} in one layer, {self.names} in others")
         if not self._layers:
             self.working = [WorkingSet() for _ in names]
+            self.in_force = list(names).index(self._start) if self._start in names else 0
         self.names = list(names)
         self._hits = [0.0] * len(names)
         self._layers += 1
@@ -135,8 +137,8 @@ class AutoPolicy:
 class AutoPolicies:
     """The factory of one store: `candidates` gives each layer's rankings, in the same order for all layers."""
 
-    def __init__(self, candidates: Candidates) -> None:
-        self.contest = Contest()
+    def __init__(self, candidates: Candidates, *, start: str = "") -> None:
+        self.contest = Contest(start)
         self._candidates = candidates
 
     def __call__(self, cache: LayerCache) -> AutoPolicy:

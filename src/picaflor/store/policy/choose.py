@@ -24,12 +24,12 @@ def candidates(history: History | None) -> Sequence[str]:
     return [ranking.name for ranking in _rankings(LayerCache(0, 2, 1), {0: [1]} if history else None)]
 
 
-def policies(name: str = "auto", history: History | None = None) -> PolicyFactory:
-    """A factory for one store. `history` gives pins; without one they hold nothing. Raises ValueError for a name that
-    there is not, or a history of another model."""
+def policies(name: str = "auto", history: History | None = None, *, start: str = "") -> PolicyFactory:
+    """A factory for one store. `history` gives pins; without one they hold nothing. `start`: the ranking that `auto`
+    begins with, if it tries that one. Raises ValueError for a name that there is not, or a history of another model."""
     match name:
         case "auto":
-            return AutoPolicies(lambda cache: _rankings(cache, history))
+            return AutoPolicies(lambda cache: _rankings(cache, history), start=start)
         case "forecast":
             return lambda cache: RankedPolicy(cache.slots, Forecast(cache.experts))
         case "heat":
