@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from picaflor.cli import app, bench
 from picaflor.cli.lazy import LazyGroup
 from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt, progress_text
 from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
+from picaflor.runtime.plan import EngineOptions
 from picaflor.telemetry.record import Phase, Record
 
 
@@ -29,30 +30,6 @@ from picaflor.telemetry.record import Phase, Record
 class Piece:
     text: str
     token: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeOptions:
-    ram_bytes: int | None = None
-    expert_slots: int | None = None
-    context: int | None = None
-    threads: int | None = None
-    backend: str = "auto"
-    precision: str = "standard"
-    isa: str = "auto"
-    prefill_chunk: int | None = None
-    read_threads: int | None = None
-    group_size: int | None = None
-    latent_norm_eps: float | None = None
-    strict: bool = False
-    disable: tuple[str, ...] = ()
-    fail_after: int | None = None
-    direct: str = "auto"
-    read_engine: str = "auto"
-    queue_depth: int | None = None
-    mirrors: tuple[Path, ...] = ()
-    split: tuple[Path, ...] = ()
-    tuned: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +72,7 @@ class FakeEngine:
     chat_template: FakeTemplate | None = FakeTemplate()
 
     @classmethod
-    def open(cls, path: Path | None, options: FakeOptions, *, progress: Any, warn: Any) -> FakeEngine:
+    def open(cls, path: Path | None, options: EngineOptions, *, progress: Any, warn: Any) -> FakeEngine:
         cls.opened = (path, options)
         progress("load", 1, 2)
         warn("an odd key")
@@ -128,12 +105,14 @@ class FakeEngine:
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     engine = types.ModuleType("picaflor.runtime.engine")
     engine.Engine = FakeEngine  # type: ignore[attr-defined]
-    engine.EngineOptions = FakeOptions  # type: ignore[attr-defined]
+    engine.EngineOptions = EngineOptions  # type: ignore[attr-defined]
     generate = types.ModuleType("picaflor.runtime.generate")
     generate.SamplingOptions = FakeSampling  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "picaflor.runtime.engine", engine)
     monkeypatch.setitem(sys.modules, "picaflor.runtime.generate", generate)
     monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
+    for name in ("HOME", "XDG_STATE_HOME"):  # nothing is kept
+        monkeypatch.delenv(name, raising=False)
     for name in [name for name in os.environ if name.startswith("PICAFLOR_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(FakeEngine, "calls", [])
@@ -169,7 +148,7 @@ def test_prompt_alone_uses_the_demo_and_says_so(picaflor: Run, fake: type[FakeEn
     code, out, err = picaflor("run", "Once upon a time", "--seed", "7")
     assert (code, out) == (0, " there was\n")
     assert err == f"picaflor: warning: an odd key\n{DEMO_LINE}\n"
-    assert fake.opened == (None, FakeOptions())
+    assert fake.opened == (None, EngineOptions())
     assert fake.calls[0] == ("\x01Once upon a time", FakeSampling(max_tokens=256, temperature=0.7, top_p=0.9, seed=7))
     assert fake.calls[-1] == ("closed", None)
 
@@ -249,7 +228,7 @@ def test_options_reach_the_engine(picaflor: Run, fake: type[FakeEngine]) -> None
     words += ["--group-size", "64", "--latent-norm-eps", "1e-5", "--disable", "cpu.matmul", "--disable", "cpu.rope"]
     words += ["-n", "5", "--temperature", "0", "--top-p", "0.5", "--seed", "3", "--stop", "END", "--stop", "\n\n"]
     assert picaflor(*words)[0] == 0
-    assert fake.opened[1] == FakeOptions(
+    assert fake.opened[1] == EngineOptions(
         ram_bytes=700 * 2**20,
         expert_slots=1,
         context=64,
@@ -427,7 +406,7 @@ def test_interrupt_is_clean(picaflor: Run, fake: type[FakeEngine], monkeypatch: 
         (("inspect", "a", "b"), "got unexpected extra argument (b) (picaflor inspect --help lists what it takes)"),
         (("run", "x", "--stop", ""), "--stop: '' is not accepted; give text that is not empty, or a list"),
         (("run", "x", "--temperature", "9"), "--temperature: '9' is not accepted; give a number from 0 to 2"),
-        (("run", "x", "--backend", "cuda"), "--backend: 'cuda' is not accepted; give one of auto, cpu"),
+        (("run", "x", "--backend", "metal"), "--backend: 'metal' is not accepted; give one of auto, cpu, cuda, rocm"),
         (("bench",), "no command given (picaflor bench --help"),
         (("bench", "kernel"), "no such command: kernel; did you mean kernels?"),
     ],
@@ -524,7 +503,7 @@ import sys, time
 sys.path.insert(0, {tests!r})
 import test_cli, types
 engine = types.ModuleType("picaflor.runtime.engine")
-engine.Engine, engine.EngineOptions = test_cli.FakeEngine, test_cli.FakeOptions
+engine.Engine, engine.EngineOptions = test_cli.FakeEngine, test_cli.EngineOptions
 generate = types.ModuleType("picaflor.runtime.generate")
 generate.SamplingOptions = test_cli.FakeSampling
 sys.modules |= {{"picaflor.runtime.engine": engine, "picaflor.runtime.generate": generate}}
@@ -688,3 +667,26 @@ def test_chat_error_after_a_part_of_an_answer_starts_a_line(
     monkeypatch.setattr(sys, "stderr", terminal)
     assert picaflor("chat")[0] == code
     assert "\n half\npicaflor: " in terminal.getvalue()
+
+
+def test_the_c_engine_s_model_and_prompt(
+    picaflor: Run, fake: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAP", str(tmp_path))
+    code, _, err = picaflor("run", "Once")
+    assert code == 0
+    assert "SNAP is set and not used: --compat-env takes the C engine's variables\n" in err
+    assert fake.opened[0] is None
+    for name, text in (("PROMPT", "Hello"), ("NGEN", "7"), ("MTP", "1"), ("COLI_X", "1")):
+        monkeypatch.setenv(name, text)
+    code, _, err = picaflor("run", "--compat-env")
+    assert code == 0
+    assert fake.opened[0] == tmp_path
+    (prompt, sampling) = fake.calls[-2] if fake.calls[-1][0] == "closed" else fake.calls[-1]
+    assert prompt.endswith("Hello")
+    assert sampling.max_tokens == 7
+    assert "SNAP is set" not in err
+    assert "--compat-env: MTP=1 does nothing: drafts are not in this version\n" in err
+    assert "--compat-env: variables of the C engine that are not known here: COLI_X\n" in err
+    code, _, err = picaflor("run", "/somewhere/else", "Own words", "--compat-env")
+    assert "/somewhere/else" in err

@@ -15,7 +15,17 @@ from click.testing import CliRunner
 import picaflor
 from picaflor import settings
 from picaflor.errors import UsageError
-from picaflor.settings import TABLE, Settings, load
+from picaflor.settings import (
+    C_ENGINE,
+    C_ENGINE_FIXED,
+    C_ENGINE_OTHERS,
+    C_ENGINE_WORDS,
+    TABLE,
+    Settings,
+    c_engine,
+    load,
+    state_folder,
+)
 
 SOURCE = Path(picaflor.__file__).parent
 
@@ -107,7 +117,7 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("threads", "1025", "a whole number from 1 to 1024"),
         ("threads", "2.5", "a whole number from 1 to 1024"),
         ("threads", "²", "a whole number from 1 to 1024"),
-        ("backend", "cuda", "one of auto, cpu"),
+        ("backend", "metal", "one of auto, cpu"),
         ("precision", "half", "one of fast, standard, exact"),
         ("isa", "sse", "one of auto, scalar, avx2, avx512, neon"),
         ("group_size", "1", "a whole number from 2"),
@@ -258,3 +268,64 @@ def test_empty_texts_are_refused_in_plain_words() -> None:
         load("run", {"stop": ("",)}, environ={})
     accepted = 'text that is not empty, or a list of such texts as ["a", "b"]'
     assert str(caught.value) == f"--stop: '' is not accepted; give {accepted}"
+
+
+C_ENV = {
+    "NGEN": "12",
+    "TEMP": "0.5",
+    "CTX": "2048",
+    "RAM_GB": "1.5",
+    "DIRECT": "1",
+    "PROF": "1",
+    "SNAP": "/models/m",
+    "PROMPT": "Hello",
+    "PIN_GB": "10",
+    "PIPE": "1",
+    "MTP": "0",
+    "COLI_NUMA": "1",
+    "REPIN": "16",
+    "PATH": "/bin",
+    "CAP": "",
+}
+
+
+def test_variables_of_the_c_engine_are_taken_when_asked_for() -> None:
+    found = load("run", {"compat_env": True}, environ=C_ENV)
+    assert (found.max_tokens, found.temperature, found.ctx, found.ram) == (12, 0.5, 2048, 1_500_000_000)
+    assert (found.direct, found.profile) == ("on", True)
+    assert load("run", {"compat_env": True}, environ={"DIRECT": "0"}).direct == "off"
+
+
+def test_variables_of_the_c_engine_mean_nothing_otherwise() -> None:
+    assert load("run", {}, environ=C_ENV) == Settings()
+
+
+def test_flags_and_own_variables_come_before_those_of_the_c_engine() -> None:
+    environ = {**C_ENV, "PICAFLOR_CTX": "512", "PICAFLOR_COMPAT_ENV": "1"}
+    found = load("run", {"max_tokens": "3"}, environ=environ)
+    assert (found.max_tokens, found.ctx, found.temperature) == (3, 512, 0.5)
+
+
+@pytest.mark.parametrize(("name", "text"), [("NGEN", "many"), ("TEMP", "/tmp"), ("RAM_GB", "much"), ("DIRECT", "2")])
+def test_a_wrong_value_of_the_c_engine_names_its_variable(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=rf"environment: {name}: .* is not accepted; give "):
+        load("run", {"compat_env": True}, environ={name: text})
+
+
+def test_what_the_c_engine_has_and_this_program_has_not_is_listed() -> None:
+    found = c_engine(C_ENV)
+    assert (found.model, found.prompt) == ("/models/m", "Hello")
+    assert found.lines == (
+        "PIN_GB=10 does nothing: which experts stay in memory is the cache policy's choice, within --ram",
+        "PIPE=1 does nothing: reads always overlap with multiplying",
+        "MTP=0 does nothing: drafts are not in this version",
+        "variables of the C engine that are not known here: COLI_NUMA, REPIN",
+    )
+    assert c_engine({"PATH": "/bin"}).lines == ()
+    assert not C_ENGINE_OTHERS & {*C_ENGINE, *C_ENGINE_FIXED, *C_ENGINE_WORDS}
+
+
+def test_state_lies_where_the_system_says() -> None:
+    assert state_folder({"XDG_STATE_HOME": "/s", "HOME": "/h"}) == Path("/s/picaflor")
+    assert state_folder({"HOME": "/h"}) == Path("/h/.local/state/picaflor")
+    assert state_folder({}) is None
