@@ -51,8 +51,8 @@ RUNTIME_BYTES = 16 << 20
 """For thread stacks, Python objects made while running, and allocator slack."""
 
 FAST_WARNING = (
-    "--precision fast: activations in one int8 plane; the built-in model loses 0.0002 nat per token by it (KL 0.0017 to "
-    "exact) and likes another token best at 2.1 % of positions; another model may lose more: picaflor eval measures it"
+    "--precision fast: activations in one int8 plane; the built-in model loses 0.0002 nat per token by it (KL 0.0017 "
+    "to exact) and another token is likeliest at 2.1 % of positions; another model may lose more: picaflor eval tells"
 )
 
 Progress = Callable[[str, int, int], None]
