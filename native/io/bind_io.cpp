@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "io/direct.h"
+#include "io/file_map.h"
 #include "io/read_pool.h"
 #include "io/uring.h"
 
@@ -95,6 +97,18 @@ void bind_io(nb::module_& module) {
       .def_ro("spares", &ReadStats::spares)
       .def_ro("seconds", &ReadStats::seconds, "sum over calls")
       .def_ro("busy_seconds", &ReadStats::busy_seconds, "time with a job under way");
+  nb::class_<FileMap>(module, "FileMap", "Files mapped for reading; a page that is lost reads as zeros and breaks it.")
+      .def(
+          "__init__",
+          [](FileMap* place, const std::vector<int>& fds, const std::vector<std::int64_t>& nbytes) {
+            new (place) FileMap(fds, nbytes);
+          },
+          nb::arg("fds"), nb::arg("nbytes"))
+      .def("address", &FileMap::address, nb::arg("file"), "Where a file begins.")
+      .def_prop_ro("nbytes", &FileMap::nbytes)
+      .def_prop_ro("broken", &FileMap::broken, "Whether a page was lost since the last renew.")
+      .def("cut", &FileMap::cut, "The first file that is shorter than it was, -1 for none.")
+      .def("renew", &FileMap::renew, "Map all files again, at the same addresses; nothing may read meanwhile.");
   module.def(
       "probe_direct",
       [](int fd) {

@@ -269,6 +269,12 @@ class Settings:
         "Read experts past the page cache; auto: unless memory can hold two thirds of those without a slot.",
         ENGINE_COMMANDS,
     )
+    mapped: str = _option(
+        _choice("auto", "on", "off"),
+        "auto",
+        "Use experts where they lie in mapped files, without a copy; auto: where the files are in memory (tmpfs).",
+        ENGINE_COMMANDS,
+    )
     split: tuple[str, ...] = _option(
         _texts("DIR"),
         (),

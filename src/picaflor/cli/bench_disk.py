@@ -66,6 +66,9 @@ def command(
     for name, value in (("--read-size", read_bytes), ("--per-shape", total)):
         if value < 1:
             raise UsageError(f"{name} 0: give a size above 0")
+    if path is None and parse_bytes(size) < read_bytes:
+        least = format_bytes(read_bytes)
+        raise UsageError(f"--size {size}: a test file of at least {least} is needed (--read-size)")
     line = Progress()
     with _disk_file(path, folder, parse_bytes(size), line) as file:
         bench = DiskBench(file, read_bytes=read_bytes, total_bytes=total)

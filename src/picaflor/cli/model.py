@@ -132,6 +132,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         queue_depth=settings.queue_depth,
         read_engine=settings.read_engine,
         direct=settings.direct,
+        mapped=settings.mapped,
         split=tuple(Path(folder).expanduser() for folder in settings.split),
         mirrors=tuple(Path(folder).expanduser() for folder in settings.mirror),
         group_size=settings.group_size,

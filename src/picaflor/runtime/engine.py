@@ -32,7 +32,9 @@ from picaflor.runtime.sketch import token_bytes
 from picaflor.runtime.tokenizer import StopSet, Tokenizer, stop_set
 from picaflor.store.budget import process_memory
 from picaflor.store.counters import LayerCounters
+from picaflor.store.mapped import MappedStore
 from picaflor.store.reader import native_pool
+from picaflor.store.store import ExpertStore
 from picaflor.telemetry.names import TIME_CLASSES
 from picaflor.telemetry.process import physical_read_bytes
 from picaflor.telemetry.record import Memory, Phase, Record
@@ -315,12 +317,12 @@ class Engine:
         return [*self.plan.resident_memory, *(store.memory() if store is not None else [])]
 
     def disk_limit(self) -> DiskLimit | None:
-        """How a bench measures the disk beside decoding, None for a model without experts.
+        """How a bench measures the disk beside decoding, None for a model without experts or with mapped ones.
 
         A pool of its own reads, with memory for a few experts, until the model is closed.
         """
         store, reading = self.plan.store, self.plan.reading
-        if store is None:
+        if not isinstance(store, ExpertStore):
             return None
         probe = ExpertProbe(
             store.files,
@@ -379,6 +381,8 @@ class Engine:
         moe = [layer.mlp for layer in plan.model.layers if isinstance(layer.mlp, MoE)]
         memory = process_memory()
         store = plan.store
+        # Pages of mapped files in memory (tmpfs) are shared ones to the system; they are no memory of ours.
+        viewed = memory.shared if memory is not None and isinstance(store, MappedStore) else 0
         resident = [len(store.resident(block.layer)) for block in moe] if store is not None else []
         return Record(
             model=self.name,
@@ -401,9 +405,9 @@ class Engine:
             memory=Memory(
                 budget_bytes=plan.ledger.limit.nbytes,
                 budget_source=f"{plan.ledger.limit.name}: {plan.ledger.limit.detail}",
-                anonymous_bytes=memory.anonymous if memory else None,
+                anonymous_bytes=memory.anonymous - viewed if memory else None,
                 locked_bytes=memory.locked if memory else None,
-                mapped_bytes=memory.file if memory else None,
+                mapped_bytes=memory.file + viewed if memory else None,
                 peak_resident_bytes=memory.peak if memory else None,
                 resident_experts=sum(resident),
                 resident_expert_bytes=self._expert_bytes(),

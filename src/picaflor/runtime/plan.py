@@ -36,6 +36,7 @@ from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
 from picaflor.store.policy.base import PolicyFactory
+from picaflor.store.mapped import MappedStore, lies_in_memory
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
@@ -119,6 +120,7 @@ class EngineOptions:
     read_engine: str = "auto"
     queue_depth: int | None = None
     mirrors: tuple[Path, ...] = ()
+    mapped: str = "auto"
     split: tuple[Path, ...] = ()
     tuned: Mapping[str, Any] = field(default_factory=dict)
     policy: str = "auto"
@@ -141,7 +143,7 @@ class Plan:
     backend: HostBackend
     forward: Forward
     draft: DraftForward | None
-    store: ExpertStore | None
+    store: ExpertStore | MappedStore | None
     ledger: Ledger
     pool: PagePool
     context: int
@@ -159,8 +161,9 @@ class Plan:
 
     def close(self) -> None:
         """Keep what was learned, free the experts' memory and close all files."""
-        if self.store is not None:
+        if isinstance(self.store, ExpertStore):
             self.learning.end(self.store)
+        if self.store is not None:
             self.store.close()
         self.reading.close()
         self.container.close()
@@ -298,7 +301,7 @@ def _padded(nbytes: int) -> int:
 def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
     """Open, check, plan and load a model. Raises what errors.py names; nothing stays open then."""
     container = Container.open(path, extra_dirs=options.split)
-    store: ExpertStore | None = None
+    store: ExpertStore | MappedStore | None = None
     try:
         notices = Notices(strict=options.strict, warn=warn)
         if options.precision == "fast":
@@ -351,22 +354,25 @@ def _assemble(
     held = process_memory()
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
-    reading = read_plan(container, experts, options, held.charged if held else 0, notices)
-    files = ExpertFiles(container, experts, blocks=reading.direct_shards) if experts else None
-    residents = Residents(index, backend, files.layouts if files is not None else no_layouts)
+    mapped = open_mapped(container, experts, options, on_host=not backend.on_device)
+    streamed = {} if mapped is not None else experts
+    reading = read_plan(container, streamed, options, held.charged if held else 0, notices)
+    files = ExpertFiles(container, streamed, blocks=reading.direct_shards) if streamed else None
+    provider = mapped or files
+    residents = Residents(index, backend, provider.layouts if provider is not None else no_layouts)
     residents.read_vectors(container)
     recorder = backend.recorder(
         max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
     )
     forward, draft = record_forward(recorder, model, residents, options)
     ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
-    store = None
+    store: ExpertStore | MappedStore | None = mapped
     learning = _learning(options, model, index, path, notices)
     if files is not None:
         store = open_store(files, ledger.slots, ledger.working_slots, reading, notices, policy=learning.policies())
     try:
         residents.read_all(container, progress)
-        if store is not None:
+        if isinstance(store, ExpertStore):
             learning.begin(store, model=path.resolve().name, experts_per_token=_experts_per_token(model))
     except BaseException:
         if store is not None:
@@ -407,6 +413,18 @@ def _learning(options: EngineOptions, model: Model, index: ModelIndex, path: Pat
 
 def _experts_per_token(model: Model) -> int:
     return max((layer.mlp.router.top_k for layer in model.layers if isinstance(layer.mlp, MoE)), default=1)
+
+
+def open_mapped(
+    container: Container, experts: Mapping[int, Sequence[Expert]], options: EngineOptions, *, on_host: bool
+) -> MappedStore | None:
+    """The experts as views into their files, where that was asked for or where the files lie in memory; else None."""
+    if not experts or not on_host or options.mapped == "off":
+        return None
+    files = ExpertFiles(container, experts)
+    if options.mapped == "auto" and not lies_in_memory(files):
+        return None
+    return MappedStore(files, experts)
 
 
 def read_plan(

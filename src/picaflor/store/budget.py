@@ -75,12 +75,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """What this process holds now, in bytes; `file` pages are mapped files and count against nobody's budget."""
+    """What this process holds now, in bytes; `file` pages are mapped files and count against nobody's budget.
+
+    `shared` is the part of `anonymous` that is shared memory.
+    """
 
     anonymous: int
     locked: int
     file: int
     peak: int
+    shared: int = 0
 
     @property
     def charged(self) -> int:
@@ -97,7 +101,8 @@ def process_memory(*, proc: Path = PROC) -> ProcessMemory | None:
     fields = _kib_fields(text)
     try:
         anonymous = fields["RssAnon"] + fields["RssShmem"]
-        return ProcessMemory(anonymous, fields.get("VmLck", 0), fields["RssFile"], fields["VmHWM"])
+        held = (anonymous, fields.get("VmLck", 0), fields["RssFile"], fields["VmHWM"])
+        return ProcessMemory(*held, shared=fields["RssShmem"])
     except KeyError:
         return None
 
