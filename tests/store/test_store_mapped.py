@@ -120,6 +120,7 @@ def test_a_bus_error_elsewhere_still_ends_the_process(tmp_path: Path) -> None:
     path.write_bytes(bytes(2 * PAGE))
     program = f"""
 import ctypes, mmap, os
+import numpy as np
 from picaflor._native import FileMap
 handle = os.open({str(path)!r}, os.O_RDONLY)
 ours = FileMap([handle], [{2 * PAGE}])
