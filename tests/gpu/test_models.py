@@ -31,10 +31,10 @@ def test_a_model_that_is_all_on_the_device(expected: Any) -> None:
         backend: Any = engine.plan.backend
         assert backend.tier.all_here
         assert backend.tier.counters.sent == backend.tier.experts == 16
-        assert backend.calls["attention"] == 4
+        assert backend.calls["attention"] == 5 * 2
         assert engine.record().fallbacks == {}
         assert engine.record().kernels["cuda.expert_ffn.int4-grouped"] == 2
-        assert engine.plan.ledger.slots == {layer: 1 for layer in engine.plan.ledger.slots}
+        assert engine.plan.ledger.slots == dict.fromkeys(engine.plan.ledger.slots, 1)
 
 
 def test_grouped_query_attention() -> None:
