@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import triton
@@ -21,14 +22,13 @@ from picaflor.backends.cuda.formats import NUMBERS, PLANES, Needs, Tensor, latti
 from picaflor.backends.cuda.matmul import native
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
-from picaflor.backends.cuda.tiles import Tile, tile_of
+from picaflor.backends.cuda.tiles import Tile, tile_of_stack
+from picaflor.backends.cuda.vectors import let_the_next_start
 from picaflor.formats.numeric import ceil_div
 
 ADDRESSES: Final = 6
 """Of an expert in a table: codes and scales of gate, up and down."""
-STACKED_ROWS: Final = 16384
-"""Experts are many rows in one launch: programs take more rows each than for a matrix alone."""
-FEWEST_ROWS: Final = 8
+FEWEST_ROWS: Final = 2
 """Of a matrix in a program, where counters are used."""
 FEW_ROWS: Final = 8
 """Up to here each chosen expert is a product of its own; its matrix is read for each of its rows."""
@@ -56,7 +56,7 @@ class Matrix:
     @property
     def tile(self) -> Tile:
         """What a program takes for one row."""
-        return tile_of(self.format, STACKED_ROWS, self.cols, self.group_size, aligned=self.aligned)
+        return tile_of_stack(self.format, self.cols, self.group_size, aligned=self.aligned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +126,24 @@ def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_st
            G_N: tl.constexpr, G_STEPS: tl.constexpr,
            U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr, U_EVEN: tl.constexpr,
            U_N: tl.constexpr, U_STEPS: tl.constexpr,
-           D_GROUP: tl.constexpr, D_PADDED: tl.constexpr, D_HALVES: tl.constexpr):  # fmt: skip
+           D_GROUP: tl.constexpr, D_PADDED: tl.constexpr, D_HALVES: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
     """silu(gate x) * up x of one (row, choice) and BO rows of gate and up; D_GROUP > 0: and the digits of it.
 
     Who finishes the last rows of one group of down's activations prepares it: which program that is changes no bit.
     """
+    if OVERLAP:
+        let_the_next_start()
     pair = tl.program_id(1)
     expert = tl.load(ids + pair)
+    g_codes, g_scales = _address(addresses, expert, 0), _address(addresses, expert, 1)
+    u_codes, u_scales = _address(addresses, expert, 2), _address(addresses, expert, 3)
     if tl.load(kind_of + expert) == kind:
         s = (pair // top_k).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         live = o < inner
         here = tl.minimum(o, inner - 1)
         xf = x + s * x_stride
-        g_codes, g_scales = _address(addresses, expert, 0), _address(addresses, expert, 1)
-        u_codes, u_scales = _address(addresses, expert, 2), _address(addresses, expert, 3)
         if BOTH:
             gate, up = two_products(g_codes, g_scales, u_codes, u_scales, here, g_bytes, g_groups,
                                     g_digits + s * g_length, g_plane, g_xs + s * g_groups,
@@ -150,11 +153,11 @@ def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_st
             gate = row_product(g_codes, g_scales, lattice, here, hidden, g_bytes, g_groups, xf,
                                g_digits + s * g_length, g_plane, g_xs + s * g_groups, g_sums + s * g_groups,
                                g_tops + s * g_groups, G_FORMAT, G_GROUP, G_PADDED, PLANES, NATIVE, G_EVEN, BO,
-                               G_N, G_STEPS)  # fmt: skip
+                               G_N, G_STEPS, False)  # fmt: skip
             up = row_product(u_codes, u_scales, lattice, here, hidden, u_bytes, u_groups, xf,
                              u_digits + s * u_length, u_plane, u_xs + s * u_groups, u_sums + s * u_groups,
                              u_tops + s * u_groups, U_FORMAT, U_GROUP, U_PADDED, PLANES, NATIVE, U_EVEN, BO,
-                             U_N, U_STEPS)  # fmt: skip
+                             U_N, U_STEPS, False)  # fmt: skip
         h = silu(gate) * up
         row = out + pair.to(tl.int64) * inner
         tl.store(row + o, h, mask=live)
@@ -183,18 +186,19 @@ def _outer(ids, weights, weights_stride, kind_of, addresses, lattice, kind, hidd
            digits, plane, length, xs, sums, tops, bytes_, groups, pairs, arrived, out, out_stride,
            TOP_K: tl.constexpr, SUM: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr,
            BO: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
-           N: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+           N: tl.constexpr, STEPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """pairs[row * TOP_K + k] = down(h_k); SUM: whoever finishes the last k of some rows of down adds them up, in
     routing order: out[row] = sum of weights[k] * pairs[row * TOP_K + k]."""
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids + pair)
+    codes, scales = _address(addresses, expert, 4), _address(addresses, expert, 5)
     if tl.load(kind_of + expert) == kind:
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         live = o < hidden
-        y = row_product(_address(addresses, expert, 4), _address(addresses, expert, 5), lattice, tl.minimum(o, hidden - 1), inner, bytes_,
-                        groups, x + pair * inner, digits + pair * length, plane, xs + pair * groups,
-                        sums + pair * groups, tops + pair * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE, EVEN,
-                        BO, N, STEPS)  # fmt: skip
+        here = tl.minimum(o, hidden - 1)
+        y = row_product(codes, scales, lattice, here, inner, bytes_, groups, x + pair * inner, digits + pair * length,
+                        plane, xs + pair * groups, sums + pair * groups, tops + pair * groups, FORMAT, GROUP, PADDED,
+                        PLANES, NATIVE, EVEN, BO, N, STEPS, OVERLAP)  # fmt: skip
         tl.store(pairs + pair * hidden + o, y, mask=live)
         if SUM:
             s = pair // TOP_K
@@ -274,6 +278,14 @@ def _row_constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[s
     return {name: value for name, value in _constants(matrix, rows, prefix).items() if not name.endswith("WHOLE")}
 
 
+@lru_cache(maxsize=1)
+def overlaps() -> bool:
+    """Whether the device starts the second launch while the first one ends (NVIDIA, from sm_90 on)."""
+    import torch
+
+    return native() and bool(torch.cuda.get_device_capability() >= (9, 0))
+
+
 def _fuses(wanted: Needs, block: int) -> bool:
     """Whether the first launch can prepare h: whole groups fit a program's rows or the other way round."""
     if wanted.rotated or wanted.group & (wanted.group - 1):
@@ -298,6 +310,7 @@ def _few(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Ro
     )  # fmt: skip
     block = min(g_tile.rows, u_tile.rows) // (2 if both else 1)
     fused = arrived is not None and wanted is not None and _fuses(wanted, block)
+    overlap = fused and overlaps()
     counters = h if arrived is None else arrived
     grid_table = lattice(str(x.device))
     common = {"PLANES": PLANES[rows.precision], "NATIVE": native(), **EXACT}
@@ -308,7 +321,7 @@ def _few(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Ro
         *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups,
         h, counters, *_parts(d, x), 0 if d is None else d.groups,
         BOTH=both, BO=block, **_row_constants(kind.gate, g, "G_"), **_row_constants(kind.up, u, "U_"),
-        D_GROUP=fuse[0], D_PADDED=fuse[1], D_HALVES=fuse[2], num_warps=g_tile.warps, **common,
+        D_GROUP=fuse[0], D_PADDED=fuse[1], D_HALVES=fuse[2], OVERLAP=overlap, num_warps=g_tile.warps, **common,
     )  # fmt: skip
     if d is not None and wanted is not None and not fused:
         d = prepare(h, wanted, into=d)
@@ -318,7 +331,7 @@ def _few(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Ro
         ids, weights, weights.stride(0), table.kind_of, table.addresses, grid_table, number, hidden, inner, h,
         *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, pairs, counters, result, result.stride(0),
         TOP_K=top_k, SUM=summed, BO=d_tile.rows, **_row_constants(kind.down, d, ""),
-        num_warps=d_tile.warps, **common,
+        OVERLAP=overlap, num_warps=d_tile.warps, **common, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -371,7 +384,7 @@ def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, g
         return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, BO, BS))
     else:
         return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s, FORMAT,
-                            GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS)  # fmt: skip
+                            GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS, 1)  # fmt: skip
 
 
 @triton.jit
@@ -429,7 +442,8 @@ def _tiles(ids: Tensor, experts: int, size: int) -> tuple[Tensor, ...]:
 
     flat = ids.reshape(-1).to(torch.int64)
     order = torch.argsort(flat, stable=True).to(torch.int32)
-    counts = torch.bincount(flat, minlength=experts)
+    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
     ends = torch.cumsum(counts, 0)
     tile_ends = torch.cumsum((counts + size - 1) // size, 0)
     total = min(ceil_div(flat.numel(), size) + experts, flat.numel())

@@ -17,7 +17,7 @@ from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
-from picaflor.backends.cuda.tiles import tile_of
+from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, reads_words, tile_of, tile_of_many
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits,
     s = tl.program_id(1).to(tl.int64)
     y = row_product(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, xs, digits + s * length,
                     plane, xs + s * groups, sums + s * groups, tops + s * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE,
-                    EVEN, BO, N, STEPS)  # fmt: skip
+                    EVEN, BO, N, STEPS, False)  # fmt: skip
     tl.store(out + s * out_stride + o, y, mask=o < rows)
 
 
@@ -48,12 +48,12 @@ def _floats(codes, scales, rows, cols, row_bytes, x, x_stride, out, out_stride, 
 def _many_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, length, xs, out,
                    out_stride, count, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                    PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
-                   BS: tl.constexpr):  # fmt: skip
+                   BS: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     y = integer_tile(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, digits, plane, length,
                      xs, tl.minimum(s, count - 1).to(tl.int64), FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
-                     BS)  # fmt: skip
+                     BS, UNROLL)  # fmt: skip
     at = out + s.to(tl.int64)[None, :] * out_stride + o[:, None]
     tl.store(at, y, mask=(s < count)[None, :] & (o < rows)[:, None])
 
@@ -73,7 +73,7 @@ def matmul(x: Tensor, weight: DeviceWeight, out: Tensor, precision: str, *, prep
     rows = prepare(x, needs) if prepared is None else prepared
     if rows.needs != needs or rows.cols != weight.cols or rows.room < count:
         raise ValueError(f"prepared rows for {rows.needs}, {rows.cols} inputs; the matrix needs {needs}, {weight.cols}")
-    if count == 1:
+    if count == 1 or goes_row_by_row(weight, count):
         _launch_few(rows, weight, out, count)
     else:
         _launch_many(rows, weight, out, count)
@@ -114,10 +114,17 @@ def _launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -
     )  # fmt: skip
 
 
+def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
+    """Whether few rows of a small matrix are faster one by one, the matrix coming from the cache."""
+    words = reads_words(weight.format, weight.group_size, aligned=weight.vectors)
+    return words and count * weight.rows <= ROWS_ONE_BY_ONE
+
+
 def _launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
     first, constants = _common(rows, weight)
-    tile = min(max(triton.next_power_of_2(count), 16), 64)
     even = weight.cols % rows.needs.group == 0
-    _many_integers[(triton.cdiv(weight.rows, 64), triton.cdiv(count, tile))](
-        *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=64, BS=tile, num_warps=4, **constants, **EXACT
-    )
+    tile = tile_of_many(count, rows.groups, rows.needs.planes)
+    _many_integers[(triton.cdiv(weight.rows, tile.rows), triton.cdiv(count, tile.columns))](
+        *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=tile.rows, BS=tile.columns,
+        UNROLL=tile.unroll, num_warps=4, num_stages=tile.stages, **constants, **EXACT,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from picaflor.backends.cuda.arithmetic import tree16
 from picaflor.backends.cuda.decode import code, nibble_code, scale, value
 from picaflor.backends.cuda.prepare import digit_place
-from picaflor.backends.cuda.vectors import vector_rows
+from picaflor.backends.cuda.vectors import vector_rows, wait_for_the_last
 
 
 @triton.jit
@@ -86,20 +86,22 @@ def scales_of(scales, o, groups, FORMAT: tl.constexpr):
 @triton.jit
 def row_product(codes, scales, lattice, o, cols, row_bytes, groups, x, digits, plane, xs, sums, tops,
                 FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr,
-                NATIVE: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr, N: tl.constexpr,
-                STEPS: tl.constexpr):  # fmt: skip
+                NATIVE: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+                WAIT: tl.constexpr):  # fmt: skip
     """Rows `o` `[BO]` of any matrix times one row: float32 `[BO]`.
 
     `x` float32 for float formats; `digits`, `xs`, `sums`, `tops`: addresses of the prepared row for the others, `plane`
-    the distance of its planes. N > 0: by `vector_rows`, that many groups a step.
+    the distance of its planes. N > 0: by `vector_rows`, that many groups a step. WAIT: x comes from the kernel before.
     """
+    if WAIT and N == 0:
+        wait_for_the_last()
     if FORMAT <= 2 or FORMAT == 10:
         return _float_rows(codes, scales, o, cols, row_bytes, x, FORMAT, 8 if NATIVE else 1, BO)
     elif N > 0:
         row = (codes + o.to(tl.int64) * row_bytes).to(tl.pointer_type(tl.int32))
         return vector_rows(tl.multiple_of(row, 16), scales_of(scales, o, groups, FORMAT), row_bytes // 4, groups,
                            digits.to(tl.pointer_type(tl.int32)), plane // 4, xs, sums, tops, FORMAT, GROUP, PLANES,
-                           NATIVE, EVEN, BO, N, STEPS)  # fmt: skip
+                           NATIVE, EVEN, BO, N, STEPS, WAIT)  # fmt: skip
     else:
         return _integer_rows(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, xs, FORMAT, GROUP,
                              PADDED, PLANES, BO)  # fmt: skip
@@ -117,7 +119,7 @@ def two_products(g_codes, g_scales, u_codes, u_scales, o, row_bytes, groups, dig
     scales = tl.where(second, u_scales.to(tl.int64), g_scales.to(tl.int64)).to(tl.pointer_type(tl.uint8))
     y = vector_rows(row, scales_of(scales, both, groups, FORMAT), row_bytes // 4, groups,
                     digits.to(tl.pointer_type(tl.int32)), plane // 4, xs, sums, tops, FORMAT, GROUP, PLANES,
-                    NATIVE, EVEN, 2 * BO, N, STEPS)  # fmt: skip
+                    NATIVE, EVEN, 2 * BO, N, STEPS, False)  # fmt: skip
     return tl.split(tl.reshape(y, (BO, 2)))
 
 
@@ -184,21 +186,24 @@ def _tile_dot(row, x, g, cols, row_bytes, lattice, plane, FORMAT: tl.constexpr, 
 @triton.jit
 def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s,
                  FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr,
-                 EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+                 EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
+                 UNROLL: tl.constexpr):  # fmt: skip
     """Rows `o` `[BO]` of an integer-coded matrix times prepared rows `s` int64 `[BS]`: float32 `[BO, BS]`.
 
-    EVEN: all groups are whole.
+    EVEN: all groups are whole. UNROLL divides their number.
     """
     number = o.to(tl.int64)
     row = codes + number * row_bytes
     x = (digits + s * length)[None, :]
     steps = xs + s * groups
     acc = tl.zeros((BO, BS), tl.float32)
-    for g in range(groups):
-        dot = _tile_dot(row[:, None], x, g, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED, PLANES, EVEN,
-                        NATIVE, BO, BS)  # fmt: skip
-        w = scale(row, scales, number, g, o >= 0, groups, FORMAT)
-        acc = tl.fma(dot, w[:, None] * tl.load(steps + g)[None, :], acc)
+    for begin in range(0, groups, UNROLL):
+        for u in tl.static_range(UNROLL):
+            g = begin + u
+            dot = _tile_dot(row[:, None], x, g, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED, PLANES, EVEN,
+                            NATIVE, BO, BS)  # fmt: skip
+            w = scale(row, scales, number, g, o >= 0, groups, FORMAT)
+            acc = tl.fma(dot, w[:, None] * tl.load(steps + g)[None, :], acc)
     return acc
 
 

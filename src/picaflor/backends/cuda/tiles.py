@@ -17,6 +17,11 @@ _WORD_GROUPS = (64, 128, 256)
 
 FEW_ROWS = 8192
 """Matrices of fewer rows are cut finer: there are not enough programs else."""
+SHORT_COLS = 2048
+"""Rows up to here are asked for as a whole."""
+ROWS_ONE_BY_ONE = 32768
+"""Up to so many rows of a matrix times rows of activations, each of the latter is a product of its own."""
+_ALL_AT_ONCE = 3  # steps of a row, at most, that are asked for together
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +41,63 @@ def reads_words(format_name: str, group_size: int, *, aligned: bool) -> bool:
     return format_name in _WORDS and aligned and group_of(format_name, group_size) in _WORD_GROUPS
 
 
+def _tile(format_name: str, cols: int, group_size: int, block: int, warps: int, groups: int) -> Tile:
+    """`groups` of 64 nibbles a step, or fewer of longer ones."""
+    group = group_of(format_name, group_size)
+    step = max(4, groups * 64 // group // (2 if format_name == "int8-row" else 1))
+    steps = ceil_div(ceil_div(cols, group), step)
+    at_once = steps if warps == 1 and steps <= _ALL_AT_ONCE else 0
+    return Tile(block, warps, step, at_once, cols % (group * step) == 0)
+
+
+def _plain(format_name: str, group_size: int, *, aligned: bool) -> Tile | None:
+    """The tile where codes are read one by one."""
+    if reads_words(format_name, group_size, aligned=aligned):
+        return None
+    return Tile(64 if interpret.active() else 16, 4)
+
+
 def tile_of(format_name: str, rows: int, cols: int, group_size: int, *, aligned: bool) -> Tile:
     """The tile for one row of activations; `aligned`: rows of codes start at multiples of sixteen bytes."""
-    if not reads_words(format_name, group_size, aligned=aligned):
-        return Tile(64 if interpret.active() else 16, 4)
-    group = group_of(format_name, group_size)
-    count = ceil_div(cols, group)
+    plain = _plain(format_name, group_size, aligned=aligned)
+    if plain is not None:
+        return plain
     if interpret.active():
-        block, warps, groups, steps = 64, 4, 4, 1 if count <= 4 else 0
-    elif rows < FEW_ROWS and count in (32, 64, 96):
-        block, warps, groups, steps = 4, 4, 32, count // 32
-    else:
-        block, warps, groups, steps = 32, 4, 4, 0
-    return Tile(block, warps, groups, steps, cols % (group * groups) == 0)
+        return _tile(format_name, cols, group_size, 64, 4, 4)
+    if rows >= FEW_ROWS:
+        return _tile(format_name, cols, group_size, 8 if cols <= SHORT_COLS else 4, 1, 16)
+    long = SHORT_COLS < cols <= _ALL_AT_ONCE * SHORT_COLS
+    return _tile(format_name, cols, group_size, 2 if long else 4, 1, 32)
+
+
+def tile_of_stack(format_name: str, cols: int, group_size: int, *, aligned: bool) -> Tile:
+    """As `tile_of` for the matrices of several experts in one launch."""
+    plain = _plain(format_name, group_size, aligned=aligned)
+    if plain is not None:
+        return plain
+    if interpret.active():
+        return _tile(format_name, cols, group_size, 64, 1, 4)
+    if cols <= SHORT_COLS:
+        return _tile(format_name, cols, group_size, 8, 1, 16)
+    return _tile(format_name, cols, group_size, 32, 4, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class ManyTile:
+    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way."""
+
+    rows: int
+    columns: int
+    unroll: int
+    stages: int
+
+
+def tile_of_many(count: int, groups: int, planes: int) -> ManyTile:
+    """The tile for `count` rows of activations."""
+    if count <= 8:
+        return ManyTile(64, 8, 1, 5)
+    if count <= 16:
+        return ManyTile(64, 16, 1, 4)
+    if count <= 64 or planes == 3:
+        return ManyTile(64, 64, 1, 3)
+    return ManyTile(64, 128, 2 if planes == 2 and groups % 2 == 0 else 1, 3)

@@ -24,6 +24,21 @@ def dot4(a, b, c, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def let_the_next_start():
+    """Lets a kernel that was launched to overlap this one start as soon as there is room (NVIDIA, sm_90 and later)."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def wait_for_the_last():
+    """Waits for all that the kernel before this one writes; the barrier keeps later loads behind it."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
 def first_dot4(a, b, NATIVE: tl.constexpr):
     """`dot4` from 0."""
     if NATIVE:
@@ -43,17 +58,18 @@ def _digit_words(x, t, words, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _word_dots(w, x, plane, t, words, FORMAT: tl.constexpr, LOWER: tl.constexpr, NATIVE: tl.constexpr,
+def _word_dots(w, x, plane, first, place, words, FORMAT: tl.constexpr, LOWER: tl.constexpr, NATIVE: tl.constexpr,
                EVEN: tl.constexpr):  # fmt: skip
     """int32 dots of words of codes with the plane at x; LOWER: 256 times that, plus the dots with the next plane."""
     if FORMAT == 3:
+        t = first + place
         d = first_dot4(w, _digit_words(x, t, words, EVEN), NATIVE)
         if LOWER:
             d = dot4(w, _digit_words(x + plane, t, words, EVEN), d << 8, NATIVE)
     else:
         low = w & 0x0F0F0F0F
         high = (w >> 4) & 0x0F0F0F0F
-        even = t // 8 * 16 + t % 8  # 8 words for even inputs, then 8 for odd ones
+        even = first * 2 + (place // 8 * 16 + place % 8)  # 8 words for even inputs, then 8 for odd ones
         d = first_dot4(low, _digit_words(x, even, 2 * words, EVEN), NATIVE)
         d = dot4(high, _digit_words(x + 8, even, 2 * words, EVEN), d, NATIVE)
         if LOWER:
@@ -72,14 +88,15 @@ def _of_groups(v, g, groups, EVEN: tl.constexpr):
 
 
 @triton.jit
-def group_dots(w, x, plane, t, words, sums, tops, g, groups,
+def group_dots(w, x, plane, first, place, words, sums, tops, g, groups,
                FORMAT: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr,
                R: tl.constexpr, CG: tl.constexpr, WG: tl.constexpr):  # fmt: skip
-    """float32 `[R, CG]`: dots of CG groups; w `[R, CG * WG]` words of codes. Unsigned nibbles get their minus 8."""
-    first = _word_dots(w, x, plane, t, words, FORMAT, PLANES == 2, NATIVE, EVEN)
-    dot = tl.sum(tl.reshape(first, (R, CG, WG)), axis=2)
+    """float32 `[R, CG]`: dots of CG groups; w `[R, CG * WG]` words of codes from word `first` on. Unsigned nibbles get
+    their minus 8."""
+    sums_of_words = _word_dots(w, x, plane, first, place, words, FORMAT, PLANES == 2, NATIVE, EVEN)
+    dot = tl.sum(tl.reshape(sums_of_words, (R, CG, WG)), axis=2)
     if PLANES == 3:
-        rest = _word_dots(w, x + plane, plane, t, words, FORMAT, True, NATIVE, EVEN)
+        rest = _word_dots(w, x + plane, plane, first, place, words, FORMAT, True, NATIVE, EVEN)
         low = tl.sum(tl.reshape(rest, (R, CG, WG)), axis=2)
         if FORMAT != 3:
             dot -= 8 * _of_groups(tops, g, groups, EVEN)
@@ -125,12 +142,14 @@ def _scales_at(scales, g, groups, FORMAT: tl.constexpr, EVEN: tl.constexpr):
 @triton.jit
 def vector_rows(row, scales, words, groups, x, plane, xs, sums, tops,
                 FORMAT: tl.constexpr, GROUP: tl.constexpr, PLANES: tl.constexpr, NATIVE: tl.constexpr,
-                EVEN: tl.constexpr, R: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+                EVEN: tl.constexpr, R: tl.constexpr, N: tl.constexpr, STEPS: tl.constexpr,
+                WAIT: tl.constexpr):  # fmt: skip
     """float32 `[R]`: rows at the addresses `row` (int32 pointers, `words` words each), scales at `scales`.
 
     N groups a step. STEPS > 0: that many steps cover the row, and all of it is on its way at once; 0: the next step's
     words are on their way while this one's are multiplied. GROUP is 64, 128 or 256; `x` int32 pointer to the prepared
-    row, `plane` in words. EVEN: groups are whole and fill the steps.
+    row, `plane` in words. EVEN: groups are whole and fill the steps. WAIT: the prepared row comes from the
+    kernel before, which may still run while the first words are asked for.
     """
     WG: tl.constexpr = GROUP // 4 if FORMAT == 3 else GROUP // 8
     acc = tl.zeros((R,), tl.float32)
@@ -140,17 +159,21 @@ def vector_rows(row, scales, words, groups, x, plane, xs, sums, tops,
         coming = ()
         factors = ()
         for i in tl.static_range(STEPS):
-            coming = (*coming, _words_at(row, i * N * WG + place, words, EVEN))
-            factors = (*factors, _scales_at(scales, i * N + pick, groups, FORMAT, EVEN))
+            coming = coming + (_words_at(row, i * N * WG + place, words, EVEN),)  # noqa: RUF005
+            factors = factors + (_scales_at(scales, i * N + pick, groups, FORMAT, EVEN),)  # noqa: RUF005
+        if WAIT:
+            wait_for_the_last()
         for i in tl.static_range(STEPS):
             g = i * N + pick
-            dots = group_dots(coming[i], x, plane, i * N * WG + place, words, sums, tops, g, groups, FORMAT, PLANES,
+            dots = group_dots(coming[i], x, plane, i * N * WG, place, words, sums, tops, g, groups, FORMAT, PLANES,
                               NATIVE, EVEN, R, N, WG)  # fmt: skip
             acc = chain(acc, dots, factors[i] * _of_groups(xs, g, groups, EVEN), R, N)
     else:
         last = (groups - 1) // N * N
         w = _words_at(row, place, words, EVEN)
         s = _scales_at(scales, pick, groups, FORMAT, EVEN)
+        if WAIT:
+            wait_for_the_last()
         for begin in range(0, groups, N):
             ahead = tl.minimum(begin + N, last)
             next_w = _words_at(row, ahead * WG + place, words, EVEN)
@@ -158,7 +181,7 @@ def vector_rows(row, scales, words, groups, x, plane, xs, sums, tops,
             if FORMAT == 6:
                 next_s = _scales_at(scales, ahead + pick, groups, FORMAT, EVEN)
             g = begin + pick
-            dots = group_dots(w, x, plane, begin * WG + place, words, sums, tops, g, groups, FORMAT, PLANES, NATIVE,
+            dots = group_dots(w, x, plane, begin * WG, place, words, sums, tops, g, groups, FORMAT, PLANES, NATIVE,
                               EVEN, R, N, WG)  # fmt: skip
             acc = chain(acc, dots, s * _of_groups(xs, g, groups, EVEN), R, N)
             w = next_w

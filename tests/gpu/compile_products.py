@@ -1,0 +1,120 @@
+"""Compiles the product kernels for one device: `compile_products.py cuda:90:32`; prints how many it compiled.
+
+Run by test_products_compile.py in a process where Triton is not interpreted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from picaflor.backends.cuda import experts, matmul, prepare
+
+POINTERS = {
+    "codes": "*u8", "scales": "*u8", "lattice": "*u8", "digits": "*i8", "xs": "*fp32", "sums": "*i32", "tops": "*i32",
+    "out": "*fp32", "x": "*fp32", "ids": "*i32", "kind_of": "*i32", "addresses": "*i64", "weights": "*fp32",
+    "arrived": "*i32", "expert": "*i32", "start": "*i32", "end": "*i32", "order": "*i32", "pairs": "*fp32",
+    "blocks": "*i32", "signs": "*fp32", "spare": "*fp32",
+}  # fmt: skip
+NUMBERS = (
+    "kind",
+    "width",
+    "cols",
+    "rows",
+    "stride",
+    "bytes",
+    "groups",
+    "plane",
+    "length",
+    "hidden",
+    "inner",
+    "count",
+    "k",
+)
+GROUPS = {3: 64, 4: 64, 5: 64, 6: 64, 7: 64, 8: 32, 9: 32}
+Case = tuple[Any, dict[str, Any], dict[str, str], int]
+
+
+def type_of(name: str) -> str:
+    """Of an argument by the last part of its name."""
+    if name in POINTERS:
+        return POINTERS[name]
+    last = name.rstrip("_").split("_")[-1]
+    if last in POINTERS:
+        return POINTERS[last]
+    if last not in NUMBERS:
+        raise ValueError(f"argument {name} has no type here")
+    return "i32"
+
+
+def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> None:
+    """Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = {name: special.get(name, type_of(name)) for name in names} | dict.fromkeys(constants, "constexpr")
+    even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and (signature[name][0] == "*" or name.rstrip("_").split("_")[-1] in even)
+    }
+    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
+    triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+
+
+def row_constants(prefix: str, number: int, groups: int, steps: int) -> dict[str, Any]:
+    """What a kernel of single rows takes for one matrix."""
+    values = {"FORMAT": number, "GROUP": GROUPS.get(number, 0), "PADDED": 64, "EVEN": True, "N": groups, "STEPS": steps}
+    return {prefix + name: value for name, value in values.items()}
+
+
+def cases(native: bool, overlap: bool) -> Iterator[Case]:
+    """(kernel, constants, types that differ from the usual, warps)."""
+    common = {"PLANES": 2, "NATIVE": native}
+    floats = {"scales": "*fp32"}
+    for planes, halves in ((1, True), (2, False), (3, True)):
+        tile = {"GROUP": 64, "PADDED": 64, "PLANES": planes, "HALVES": halves, "TILE": 8, "WIDTH": 64}
+        yield prepare._prepare, tile, floats, 4
+    yield prepare._rotate, {"TILE": 1024}, {}, 4
+    for number in (3, 4, 6):
+        few = {**common, **row_constants("", number, 32, 3), "BO": 2}
+        yield matmul._few_integers, few, {}, 1
+    yield matmul._few_integers, {**common, **row_constants("", 6, 4, 0), "PLANES": 3, "BO": 32}, {}, 4
+    for number in GROUPS:
+        few = {**common, **row_constants("", number, 0, 0), "BO": 16}
+        yield matmul._few_integers, few, {}, 4
+        many = {**common, "FORMAT": number, "GROUP": GROUPS[number], "PADDED": 64, "EVEN": True, "UNROLL": 1}
+        yield matmul._many_integers, {**many, "BO": 64, "BS": 16}, {}, 4
+    for number in (0, 1, 2, 10):
+        yield matmul._floats, {"FORMAT": number, "UNROLL": 8, "BO": 16, "BS": 8}, {}, 4
+    fused = {"D_GROUP": 64, "D_PADDED": 64, "D_HALVES": True, "BOTH": True, "BO": 16, "OVERLAP": overlap}
+    both = {**row_constants("G_", 6, 4, 0), **row_constants("U_", 6, 4, 0)}
+    yield experts._inner, {**common, **fused, **both}, {}, 4
+    outer = {**common, **row_constants("", 6, 16, 2), "TOP_K": 8, "SUM": True, "BO": 8, "OVERLAP": overlap}
+    yield experts._outer, outer, {}, 1
+    shapes = {p + n: v for p in ("G_", "U_", "") for n, v in
+              (("FORMAT", 6), ("GROUP", 64), ("PADDED", 64), ("WHOLE", True))}  # fmt: skip
+    inner = {name: value for name, value in shapes.items() if name[:2] in ("G_", "U_")}
+    yield experts._inner_many, {**common, **inner, "BO": 64, "BS": 16}, {}, 4
+    down = {name: value for name, value in shapes.items() if name[:2] not in ("G_", "U_")}
+    yield experts._outer_many, {**common, **down, "BO": 64, "BS": 16}, {}, 4
+    yield experts._combine, {"TOP_K": 8, "B": 256}, {}, 4
+
+
+def main() -> None:
+    """Compiles all; a kernel that does not compile raises."""
+    backend, architecture, warp = sys.argv[1].split(":")
+    target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, int(warp))
+    number = 0
+    for kernel, constants, special, warps in cases(backend == "cuda", backend == "cuda" and int(architecture) >= 90):
+        compiled(kernel, constants, special, warps, target)
+        number += 1
+    print(number, "kernels for", sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

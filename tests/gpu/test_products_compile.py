@@ -1,0 +1,30 @@
+"""The product kernels compile ahead of time for NVIDIA and AMD devices that this machine need not have.
+
+Nothing is run: what is compiled for AMD is compiled, not run. Kernels are interpreted in this process, so they are
+compiled in one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="GPU kernels need torch")
+pytest.importorskip("triton", reason="GPU kernels need triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:80:32", "cuda:90:32", "cuda:120:32", "hip:gfx942:64", "hip:gfx1201:32"])
+def test_kernels_compile(target: str) -> None:
+    """Every kernel of matmul, prepare and experts, in the variants that are launched."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_products.py")
+    done = subprocess.run(
+        [sys.executable, str(script), target], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[0]) >= 20
