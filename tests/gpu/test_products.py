@@ -18,13 +18,12 @@ pytest.importorskip("triton", reason="GPU kernels need triton")
 from picaflor import formats  # noqa: E402
 from picaflor.backends.cpu import kernels  # noqa: E402
 from picaflor.backends.cuda import formats as device_formats  # noqa: E402
-from picaflor.backends.cuda import interpret, matmul  # noqa: E402
+from picaflor.backends.cuda import interpret, matmul, prepare, tiles  # noqa: E402
 from picaflor.formats.base import F32  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [(name, size) for name, form in formats.REGISTRY.items() for size in (form.group_sizes or (0,))]
 IDS = [f"{name}-{size}" if size else name for name, size in CASES]
-COLS = {"e8-iq3-lattice": (256, 200)}
 
 if interpret.active():
     interpret.round_once()
@@ -45,20 +44,49 @@ def activations(rng: np.random.Generator, count: int, cols: int) -> F32:
     return x
 
 
-@pytest.mark.parametrize(("name", "group"), CASES, ids=IDS)
-@pytest.mark.parametrize("precision", ["fast", "standard", "exact"])
-def test_products_equal_the_cpu(name: str, group: int, precision: str) -> None:
-    """Rows alone, in a small batch and in a large one, with tails in both directions."""
+def compare(name: str, group: int, precision: str, rows: int, cols: int, counts: tuple[int, ...]) -> None:
+    """Rows alone and in batches against the CPU's kernels."""
     rng = np.random.default_rng(7)
-    if formats.REGISTRY[name].activation.group == 0 and precision != "standard":
-        precision = "standard"
-    for rows, cols in ((37, 131), (5, 224), (3, 512)):
-        planes = formats.REGISTRY[name].sample(rng, rows, cols, group)
-        held = kernels.hold(name, planes, rows, cols, group)
-        weight = device_formats.hold(name, (rows, cols), group, planes, DEVICE)
-        x = activations(rng, 19, cols)
-        expected = kernels.matmul(held, x, planes=kernels.PLANES[precision])
-        for count in (1, 3, 19):
-            out = torch.full((count, rows), float("nan"), device=DEVICE)
-            matmul.matmul(torch.from_numpy(x[:count]).to(DEVICE), weight, out, precision)
-            assert same_bits(out.cpu().numpy(), expected[:count]), (rows, cols, count)
+    planes = formats.REGISTRY[name].sample(rng, rows, cols, group)
+    held = kernels.hold(name, planes, rows, cols, group)
+    weight = device_formats.hold(name, (rows, cols), group, planes, DEVICE)
+    x = activations(rng, max(counts), cols)
+    expected = kernels.matmul(held, x, planes=kernels.PLANES[precision])
+    for count in counts:
+        out = torch.full((count, rows), float("nan"), device=DEVICE)
+        matmul.matmul(torch.from_numpy(x[:count]).to(DEVICE), weight, out, precision)
+        assert same_bits(out.cpu().numpy(), expected[:count]), (rows, cols, count)
+
+
+@pytest.mark.parametrize(("name", "group"), CASES, ids=IDS)
+def test_products_equal_the_cpu(name: str, group: int) -> None:
+    """Tails in both directions, and rows that can be read as words."""
+    compare(name, group, "standard", 37, 131, (1, 19))
+    compare(name, group, "standard", 5, 512, (1, 3))
+
+
+@pytest.mark.parametrize(("name", "group"), [case for case in CASES if case[1] in (0, 64)])
+@pytest.mark.parametrize("precision", ["fast", "exact"])
+def test_other_precisions_equal_the_cpu(name: str, group: int, precision: str) -> None:
+    """One and three planes."""
+    if formats.REGISTRY[name].activation.group:
+        compare(name, group, precision, 5, 224, (1, 9))
+
+
+@pytest.mark.parametrize("name", ["int8-row", "int4-row", "int4-grouped"])
+def test_rows_read_as_words_at_once(name: str) -> None:
+    """Whole rows under way before the first product, and step by step: as both launches on a device do it."""
+    rng = np.random.default_rng(9)
+    rows, cols, group = 6, 1024, 64 if name == "int4-grouped" else 0
+    planes = formats.REGISTRY[name].sample(rng, rows, cols, group)
+    weight = device_formats.hold(name, (rows, cols), group, planes, DEVICE)
+    x = activations(rng, 2, cols)
+    expected = kernels.matmul(kernels.hold(name, planes, rows, cols, group), x, planes=2)
+    needs = weight.needs("standard")
+    assert needs is not None
+    ready = prepare.prepare(torch.from_numpy(x).to(DEVICE), needs)
+    for block, step, steps in ((2, 8, 2), (4, 4, 0), (2, 32, 1), (4, 2, 0)):
+        out = torch.full((2, rows), float("nan"), device=DEVICE)
+        tile = tiles.Tile(block, 1, step, steps, 16 % step == 0)
+        matmul.launch_few(ready, weight, out, 2, tile)
+        assert same_bits(out.cpu().numpy(), expected), (block, step, steps)

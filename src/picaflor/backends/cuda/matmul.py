@@ -17,7 +17,7 @@ from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
-from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, reads_words, tile_of, tile_of_many
+from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, Tile, reads_words, tile_of, tile_of_many
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def matmul(x: Tensor, weight: DeviceWeight, out: Tensor, precision: str, *, prep
     if rows.needs != needs or rows.cols != weight.cols or rows.room < count:
         raise ValueError(f"prepared rows for {rows.needs}, {rows.cols} inputs; the matrix needs {needs}, {weight.cols}")
     if count == 1 or goes_row_by_row(weight, count):
-        _launch_few(rows, weight, out, count)
+        launch_few(rows, weight, out, count)
     else:
         _launch_many(rows, weight, out, count)
 
@@ -105,9 +105,10 @@ def _common(rows: Prepared, weight: DeviceWeight) -> tuple[tuple[Any, ...], dict
     return first, {"FORMAT": weight.number, "GROUP": needs.group, "PADDED": needs.padded, "PLANES": needs.planes}
 
 
-def _launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
+def launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: Tile | None = None) -> None:
+    """Each of `count` prepared rows by itself; `tile`: another one than the shape's own."""
     first, constants = _common(rows, weight)
-    tile = tile_of(weight.format, weight.rows, weight.cols, weight.group_size, aligned=weight.vectors)
+    tile = tile or tile_of(weight.format, weight.rows, weight.cols, weight.group_size, aligned=weight.vectors)
     _few_integers[(triton.cdiv(weight.rows, tile.rows), count)](
         *first, rows.sums[0], rows.sums[1], out, out.stride(0), NATIVE=native(), EVEN=tile.even, BO=tile.rows,
         N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,

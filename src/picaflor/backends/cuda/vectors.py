@@ -159,8 +159,8 @@ def vector_rows(row, scales, words, groups, x, plane, xs, sums, tops,
         coming = ()
         factors = ()
         for i in tl.static_range(STEPS):
-            coming = coming + (_words_at(row, i * N * WG + place, words, EVEN),)  # noqa: RUF005
-            factors = factors + (_scales_at(scales, i * N + pick, groups, FORMAT, EVEN),)  # noqa: RUF005
+            coming = coming + (_words_at(row, i * N * WG + place, words, EVEN),)  # type: ignore[assignment]  # noqa: RUF005
+            factors = factors + (_scales_at(scales, i * N + pick, groups, FORMAT, EVEN),)  # type: ignore[assignment]  # noqa: RUF005
         if WAIT:
             wait_for_the_last()
         for i in tl.static_range(STEPS):
