@@ -422,7 +422,7 @@ class Engine:
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
             kernels=dict(plan.backend.table.engaged),
-            fallbacks=dict(plan.backend.table.fallbacks),
+            fallbacks={**plan.backend.table.fallbacks, **(store.spared_reads if isinstance(store, ExpertStore) else {})},
             warnings=tuple(self._warnings),
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Container as Members
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -186,13 +186,6 @@ class Finished:
     error: ReadFailed | None
 
 
-@dataclass(slots=True)
-class SpareCounts:
-    """Reads that did not go where they were meant to, by source (0: the model's files, refused past the cache)."""
-
-    reads: dict[int, int] = field(default_factory=dict)
-
-
 class Reader:
     """Reads experts into addresses. Not locked, but for `wait`, which may run beside everything else.
 
@@ -213,7 +206,7 @@ class Reader:
         self._sources = Sources(files.container, idle=idle_descriptors) if sources is None else sources
         self._notice = notice
         self._jobs: dict[int, tuple[ExpertKey, list[Route]]] = {}
-        self.spared = SpareCounts()
+        self._spared: dict[int, int] = {}  # by source; 0: the file system refused whole blocks
         self.read_bytes: list[int] = [0] * len(self._sources.files)
         """Bytes read by source, 0 the model's own files."""
 
@@ -277,6 +270,11 @@ class Reader:
         """Somebody waits for a read that was submitted without demand."""
         self._pool.promote(ticket)
 
+    def spared_reads(self) -> dict[str, int]:
+        """Experts that were not read as they were meant to be: `reads.direct` through the page cache, `reads.mirror 1`
+        not from that replica."""
+        return {f"reads.mirror {source}" if source else "reads.direct": n for source, n in sorted(self._spared.items())}
+
     def busy_s(self) -> float:
         """Wall time with at least one read under way so far."""
         return self._pool.busy_seconds()
@@ -308,8 +306,8 @@ class Reader:
         self._spare(route.source, f"{path}: reading {run.nbytes} bytes at offset {run.offset}: {reason}")
 
     def _spare(self, source: int, what: str) -> None:
-        first = source not in self.spared.reads
-        self.spared.reads[source] = self.spared.reads.get(source, 0) + 1
+        first = source not in self._spared
+        self._spared[source] = self._spared.get(source, 0) + 1
         if first and self._notice is not None:
             instead = "the model's own file is read instead" if source else "it is read through the page cache instead"
             self._notice(f"{what}; {instead}, here and wherever it happens again")

@@ -198,6 +198,11 @@ class ExpertStore:
         """Wall seconds with at least one read under way so far, the preload included."""
         return self._reader.busy_s()
 
+    @property
+    def spared_reads(self) -> dict[str, int]:
+        """Experts that were not read as they were meant to be, by what went wrong."""
+        return self._reader.spared_reads()
+
     def memory(self) -> list[NDArray[np.uint8]]:
         """The bytes of all experts that could be used without a read; slots stay mapped until `close`."""
         with self._changed:
