@@ -383,6 +383,7 @@ class Engine:
         store = plan.store
         # Pages of mapped files in memory (tmpfs) are shared ones to the system; they are no memory of ours.
         viewed = memory.shared if memory is not None and isinstance(store, MappedStore) else 0
+        spared = store.spared_reads if isinstance(store, ExpertStore) else {}
         resident = [len(store.resident(block.layer)) for block in moe] if store is not None else []
         return Record(
             model=self.name,
@@ -422,7 +423,7 @@ class Engine:
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
             kernels=dict(plan.backend.table.engaged),
-            fallbacks={**plan.backend.table.fallbacks, **(store.spared_reads if isinstance(store, ExpertStore) else {})},
+            fallbacks={**plan.backend.table.fallbacks, **spared},
             warnings=tuple(self._warnings),
         )
 
