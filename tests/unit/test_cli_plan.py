@@ -7,6 +7,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from picaflor import cli
@@ -15,6 +16,7 @@ from picaflor.runtime import builtin
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import int3_share
 from picaflor.runtime.sketch import sketch, token_bytes
+from picaflor.store.routes import Routes
 
 RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
 MIB = 1 << 20
@@ -138,6 +140,35 @@ def test_the_plan_is_the_ledger_of_a_run() -> None:
     assert plan.ledger.slots == run.slots
     mine = {item.name: item.nbytes for item in plan.ledger.items if item.name != "this program"}
     assert mine == {item.name: item.nbytes for item in run.items if item.name != "this program"}
+
+
+def test_a_plan_for_another_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--backend", "cuda"]) == 2
+    assert "--backend cuda: plans are made for the processor only" in capsys.readouterr().err
+
+
+def test_routes_of_another_model_and_routes_without_requests_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = np.zeros((0, 7, 4), np.uint8)
+    Routes.from_tokens(chosen, experts=24, first_layer=1).write(tmp_path / "empty")
+    assert cli.main(["plan", *RATES, "--replay", str(tmp_path / "empty")]) == 2
+    assert "--replay: no request to layer 1 is recorded" in capsys.readouterr().err
+    chosen = np.tile(np.arange(4, dtype=np.uint8), (1, 3, 1))
+    Routes.from_tokens(chosen, experts=64, model="other").write(tmp_path / "other")
+    assert cli.main(["plan", *RATES, "--replay", str(tmp_path / "other")]) == 2
+    assert "--replay: routes of other: 3 layers of at most 64 experts" in capsys.readouterr().err
+
+
+def test_replayed_routes_decide_the_hit_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same four experts all the time: six slots hold them after the first token."""
+    chosen = np.tile(np.arange(4, dtype=np.uint8), (50, 7, 1))
+    Routes.from_tokens(chosen, experts=24, expert_bytes=55_296, first_layer=1).write(tmp_path / "routes")
+    words = (*RATES, "--expert-slots", "6", "--ram", "400MiB")
+    record = planned(*words, "--replay", str(tmp_path / "routes"), capsys=capsys)
+    assert record["speed"]["hit_rate"] == pytest.approx(49 / 50)
+    assert record["routes"] == "replay of 350 recorded requests"
+    assert record["speed"]["tokens_per_s"] > planned(*words, capsys=capsys)["speed"]["tokens_per_s"]
 
 
 def test_int3_takes_its_share_of_the_bytes() -> None:

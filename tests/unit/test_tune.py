@@ -14,7 +14,7 @@ from picaflor.models.config import Notices
 from picaflor.runtime import builtin
 from picaflor.runtime.plan import EngineOptions
 from picaflor.runtime.sketch import sketch
-from picaflor.runtime.tune import TUNABLE, Options, Sample, applied, axes, key_of, search
+from picaflor.runtime.tune import TUNABLE, Options, Sample, applied, axes, key_of, reads_apply, search
 
 
 class Machine:
@@ -81,6 +81,14 @@ def test_only_what_cannot_change_a_token_is_tried() -> None:
     assert 8 not in wanted["read_threads"]
     assert axes(threads=1, streams=False, engines=("threads",), readers=8) == {}
     assert "queue_depth" not in axes(threads=2, streams=True, engines=("threads",), readers=8)
+
+
+def test_depths_of_the_read_engine_that_is_not_in_use_are_not_tried() -> None:
+    wanted: dict[str, list[int | str]] = {"read_engine": ["io_uring"], "read_threads": [4], "queue_depth": [16]}
+    found = search(wanted, Machine({"read_engine=io_uring": 1.1}), applies=reads_apply("threads"))
+    assert [step.option for step in found.steps] == ["read_engine", "queue_depth"]
+    found = search(wanted, Machine({}), applies=reads_apply("threads"))
+    assert [step.option for step in found.steps] == ["read_engine", "read_threads"]
 
 
 def test_tuned_options_fill_in_what_the_user_left_open() -> None:

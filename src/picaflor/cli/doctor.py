@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,7 +178,8 @@ def _sketch(path: Path, settings: Settings) -> Sketch:
     from picaflor.models.config import Notices
     from picaflor.runtime.sketch import sketch
 
-    return sketch(path, engine_options(settings), Notices(strict=settings.strict))
+    options = replace(engine_options(settings), backend="cpu")  # plans are for the processor
+    return sketch(path, options, Notices(strict=settings.strict))
 
 
 def _answer(name: str, check: Callable[[], Check]) -> Check:

@@ -35,7 +35,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     Every candidate is measured before and after the best so far; it is kept where it gains 3 % beyond noise both times.
     """
     from picaflor.runtime.machine import StateFile
-    from picaflor.runtime.tune import axes, key_of, search
+    from picaflor.runtime.tune import axes, key_of, reads_apply, search
 
     path = model_path(model)
     if path is None:
@@ -46,6 +46,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         key = key_of(engine.plan.model, engine.plan.index)
         name, granted = engine.name, engine.threads
         streams = engine.plan.store is not None and not engine.plan.ledger.all_resident
+        applies = reads_apply(engine.plan.reading.engine)
         wanted = axes(threads=granted, streams=streams, engines=_engines(), readers=engine.plan.read_threads)
     wanted = {option: values for option, values in wanted.items() if getattr(base, option) in (None, "auto")}
 
@@ -54,7 +55,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         with _open(path, replace(base, **changes)) as engine:
             return _measure(engine, tokens, repeats)
 
-    found = search(wanted, measure, progress=lambda done, total: line("comparing", done, total))
+    found = search(wanted, measure, applies=applies, progress=lambda done, total: line("comparing", done, total))
     line.clear()
     where = tuned_file(settings)
     if where is None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.container.index import Container
-from picaflor.errors import BadTokenizer
+from picaflor.errors import BadTokenizer, UsageError
 from picaflor.models.base import Layer, MatrixSpec, Model
 from picaflor.models.blocks.moe import MoE
 from picaflor.models.config import Notices
@@ -110,6 +110,8 @@ def _of_experts(item: Item) -> bool:
 
 def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
     """Plan a run of the model in a folder. Raises what errors.py names; nothing stays open then."""
+    if options.backend not in ("auto", "cpu"):
+        raise UsageError(f"--backend {options.backend}: plans are made for the processor only; accepted: auto, cpu")
     container = Container.open(path, extra_dirs=options.split, headers_only=True)
     try:
         for text in container.notes:

@@ -79,16 +79,20 @@ def search(
     axes: Mapping[str, Sequence[int | str]],
     measure: Measure,
     *,
+    applies: Callable[[str, Options], bool] = lambda option, best: True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tuned:
-    """Try every value of every option against the best so far; what gains less than 3 % beyond noise is not kept."""
+    """Try every value of every option against the best so far; what gains less than 3 % beyond noise is not kept.
+
+    An option that does not apply to the best so far is left out.
+    """
     best: dict[str, int | str] = {}
     steps: list[Step] = []
     total = sum(map(len, axes.values()))
     first: float | None = None
     last = 0.0
     for option, values in axes.items():
-        for value in values:
+        for value in values if applies(option, best) else ():
             progress(len(steps), total)
             pairs = []
             for candidate_first in (False, True):
@@ -126,6 +130,16 @@ def axes(*, threads: int, streams: bool, engines: Sequence[str], readers: int) -
         found["read_threads"] = [n for n in (4, 8, 16, 32) if n != readers]
         found["queue_depth"] = [n for n in (4, 16, 32) if "io_uring" in engines]
     return {name: values for name, values in found.items() if values}
+
+
+def reads_apply(engine: str) -> Callable[[str, Options], bool]:
+    """Whether an option matters: each read engine has its own number of reads under way. `engine`: the one in use."""
+    needed = {"read_threads": "threads", "queue_depth": "io_uring"}
+
+    def applies(option: str, best: Options) -> bool:
+        return needed.get(option) in (None, best.get("read_engine", engine))
+
+    return applies
 
 
 def key_of(model: Model, index: ModelIndex) -> str:
