@@ -25,6 +25,7 @@ class Staging:
         self.nbytes = nbytes
         if self._async:
             self._stream = torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))  # the targets were made there
             self._ring = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
             self._sent: list[Any] = [None] * RING
             self._next = 0

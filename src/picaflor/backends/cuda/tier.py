@@ -176,7 +176,7 @@ class ExpertTier:
                 "for experts: raise --vram, or lower --ctx or --prefill-chunk"
             )
         try:
-            self._memory = torch.zeros((wanted, self.stride), dtype=torch.uint8, device=self._device)
+            self._memory = torch.empty((wanted, self.stride), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             if self._shrunk:
                 raise OutOfBudget(f"the device gives no memory for {wanted} expert slots: {error}") from error
