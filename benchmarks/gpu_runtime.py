@@ -145,7 +145,9 @@ def _check_batch(path: Path | None, name: str, base: EngineOptions, backend: str
 # ---- speed ----
 
 
-def time_model(path: Path | None, name: str, backend: str, *, graphs: bool, batch: int, steps: int) -> Found:
+def time_model(
+    path: Path | None, name: str, backend: str, *, graphs: bool, batch: int, slots: int | None, steps: int
+) -> Found:
     """Median step time of decoding, tokens per second, and the kernels' share by torch's profiler."""
     import torch
 
@@ -154,6 +156,7 @@ def time_model(path: Path | None, name: str, backend: str, *, graphs: bool, batc
         device: Any = engine.plan.backend
         program: Any = engine.plan.forward.program
         program._batches.captures = graphs
+        device.tier.most_slots = slots
         sequences = [Sequence() for _ in range(batch)]
         for sequence in sequences:
             engine.runner.prefill(sequence, _ids(64, engine.vocabulary))
@@ -221,12 +224,17 @@ def main() -> None:
     if "speed" in parts:
         models = [(None, "builtin")] + ([(words.glm, "glm-mid")] if words.glm is not None else [])
         for path, name in models:
-            for graphs, batch in ((True, 1), (False, 1), (True, 8)):
-                line = _result(
-                    lambda path=path, name=name, graphs=graphs, batch=batch: [
-                        time_model(path, name, words.backend, graphs=graphs, batch=batch, steps=40)
-                    ]
-                )
+            quarter = 42 if path is None else 160
+            for graphs, batch, slots in ((True, 1, None), (False, 1, None), (True, 8, None), (True, 1, quarter)):
+
+                def timed(
+                    path: Path | None = path, name: str = name, graphs: bool = graphs, batch: int = batch,
+                    slots: int | None = slots,
+                ) -> list[Found]:  # fmt: skip
+                    made = time_model(path, name, words.backend, graphs=graphs, batch=batch, slots=slots, steps=40)
+                    return [made]
+
+                line = _result(timed)
                 record.setdefault("speed", []).extend(line)
                 print(json.dumps(line[0]), flush=True)
                 _save(words.out, record)
