@@ -40,7 +40,7 @@ class Keys:
     @property
     def blocks(self) -> int:
         """Blocks of the longest row."""
-        return triton.cdiv(self.longest, BLOCK_KEYS)
+        return -(-self.longest // BLOCK_KEYS)
 
     def rows(self, start: int, stop: int) -> Keys:
         """The keys of some of the rows."""

@@ -307,7 +307,7 @@ class CudaProgram:
 
     def write(self, rows: Rows, values: F32) -> None:
         """Fill an input buffer's first rows."""
-        kept = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
+        kept: NDArray[Any] = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
         self._written[rows] = kept
         if self._twin.active:
             self._twin.write(self._number, rows, kept)

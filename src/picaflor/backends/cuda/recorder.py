@@ -96,7 +96,7 @@ class RopeTable:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return 2 * self.cos.numel() * 4
+        return 2 * int(self.cos.numel()) * 4
 
 
 class CudaRecorder:
@@ -177,7 +177,7 @@ class CudaRecorder:
         """Bytes of buffers and tables on the device, the scratch of attention not counted."""
         buffers = sum(buffer.numel() * 4 for buffer in self._buffers)
         buffers += sum(room.digits.numel() + 12 * room.scales.numel() for room in self._rooms.values())
-        return buffers + self._batches.nbytes + sum(table.nbytes for table in self._ropes.values())
+        return int(buffers) + self._batches.nbytes + sum(table.nbytes for table in self._ropes.values())
 
     def plane_bytes(self) -> int:
         """Bytes of all planes on the device."""

@@ -36,7 +36,7 @@ def tiles() -> Tiles:
 
 def columns(width: int, *, most: int = WIDEST_TILE) -> int:
     """The power of two that covers `width`, at most `most`."""
-    return min(max(triton.next_power_of_2(width), 16), most)
+    return int(min(max(triton.next_power_of_2(width), 16), most))
 
 
 @triton.jit
