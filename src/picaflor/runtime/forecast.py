@@ -142,7 +142,9 @@ class _Guess:
             ]
         from picaflor.store.replay import replay
 
-        found = replay(self._routes, slots=ledger.slots, working_slots=ledger.working_slots, policy="auto")
+        found = replay(
+            self._routes, slots=ledger.slots, working_slots=ledger.working_slots, policy=self._plan.options.policy
+        )
         return [independent_misses(_rate(*found.by_layer[block.layer]), block.router.top_k) for block in blocks]
 
     def _predict(self, misses: Sequence[Misses], *, extra_s: Sequence[float], expert_share: float = 1.0) -> Speed:
