@@ -35,7 +35,8 @@ from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
-from picaflor.store.policy.base import PolicyFactory
+from picaflor.store.policy.base import LayerCache, PolicyFactory
+from picaflor.store.policy.choose import policy_nbytes
 from picaflor.store.mapped import MappedStore, lies_in_memory
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
@@ -533,6 +534,9 @@ def ledger_of(
         Item("work buffers", backend.workspace_bytes() + RUNTIME_BYTES, "--prefill-chunk"),
     ]
     layers = files.layers if files is not None else ()
+    if files is not None:
+        learned = policy_nbytes(options.policy, [LayerCache(layer, 0, files.count(layer)) for layer in layers])
+        items.append(Item("cache policy", learned, "--policy"))
     wanted_slots = options.expert_slots
     if wanted_slots is None and files is not None:
         total = sum(files.slot_nbytes(layer) * files.count(layer) for layer in layers)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from picaflor.store.policy.base import LayerCache
 from picaflor.store.policy.ranked import Admitted, RankedPolicy
-from picaflor.store.policy.rankings import Ranking, choose_colder, choose_victim
+from picaflor.store.policy.rankings import Ranking, choose_victim
 from picaflor.store.policy.shadow import Shadow
 from picaflor.store.policy.working import WorkingSet
 
@@ -116,10 +116,6 @@ class AutoPolicy:
         """As the ranking in force has it."""
         ranking = self._rankings[self._leader]
         return choose_victim(ranking, newcomer, self._admitted.experts, evictable, must=must)
-
-    def colder(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
-        """As the ranking in force has it."""
-        return choose_colder(self._rankings[self._leader], newcomer, self._admitted.experts, evictable)
 
     def rest(self) -> None:
         """Let the shadows serve the request."""

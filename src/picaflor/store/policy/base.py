@@ -51,10 +51,6 @@ class Policy(Protocol):
         """
         ...
 
-    def colder(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
-        """The victim of an expert that is only expected to be asked for: None if no evictable one is colder than it."""
-        ...
-
     def rest(self) -> None:
         """The request's reads were started: the time for work that no decision waits for."""
         ...

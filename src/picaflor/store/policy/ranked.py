@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from picaflor.store.policy.base import LayerCache
-from picaflor.store.policy.rankings import Ranking, Recency, choose_colder, choose_victim
+from picaflor.store.policy.rankings import Ranking, Recency, choose_victim
 
 
 class Admitted:
@@ -56,10 +56,6 @@ class RankedPolicy:
     def victim(self, newcomer: int, evictable: Callable[[int], bool], *, must: bool = False) -> int | None:
         """The coldest evictable expert, if the newcomer is worth more."""
         return choose_victim(self.ranking, newcomer, self._admitted.experts, evictable, must=must)
-
-    def colder(self, newcomer: int, evictable: Callable[[int], bool]) -> int | None:
-        """The coldest evictable expert, if the newcomer is hotter now."""
-        return choose_colder(self.ranking, newcomer, self._admitted.experts, evictable)
 
     def rest(self) -> None:
         """Nothing is left to do."""

@@ -177,14 +177,6 @@ def choose_victim(
     return coldest if deserved else DECLINED
 
 
-def choose_colder(
-    ranking: Ranking, newcomer: int, admitted: Collection[int], evictable: Callable[[int], bool]
-) -> int | None:
-    """The evictable expert with the lowest score, if that is below the newcomer's, greedy or not."""
-    coldest = _coldest(ranking.scores, admitted, evictable)
-    return coldest if coldest is not None and ranking.scores[newcomer] > ranking.scores[coldest] else None
-
-
 def _coldest(scores: Sequence[float], admitted: Collection[int], evictable: Callable[[int], bool]) -> int | None:
     coldest = min(admitted, key=scores.__getitem__, default=None)
     if coldest is not None and not evictable(coldest):
