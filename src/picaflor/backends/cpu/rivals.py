@@ -60,6 +60,8 @@ class Ggml:
             raise ImportError(f"llama_cpp has no shared library {', '.join(missing)} in {folder}")
         self._libraries = [ctypes.CDLL(str(found[part][0])) for part in ("ggml-base", "ggml-cpu", "ggml")]
         self.version = str(package.__version__)
+        self._silent = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *words: None)
+        self.call("ggml_log_set", None, [type(self._silent), ctypes.c_void_p])(self._silent, None)
         self.call("ggml_backend_load_all", None, [])()
         self.backend = self.call("ggml_backend_cpu_init")()
         if not self.backend:
