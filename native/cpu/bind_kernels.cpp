@@ -287,7 +287,9 @@ void bind_experts(nb::module_& module) {
       .def(
           "use", [](ExpertFfn& ffn, const std::string& isa) { ffn.use(kernels_for(isa)); }, "isa"_a,
           "The instruction set of the next begin, run or finish.")
-      .def_prop_ro("workspace_bytes", &ExpertFfn::workspace_bytes);
+      .def_prop_ro("workspace_bytes", &ExpertFfn::workspace_bytes)
+      .def_prop_ro("row_bytes", &ExpertFfn::row_bytes)
+      .def("limit_rows", &ExpertFfn::limit_rows, "rows"_a);
 }
 
 }  // namespace

@@ -97,6 +97,8 @@ void bind_arena(nb::module_& module) {
       .def("add_plane", &Arena::add_plane, "width"_a)
       .def_prop_ro("touched_bytes", &Arena::touched_bytes)
       .def_prop_ro("workspace_bytes", &Arena::workspace_bytes)
+      .def_prop_ro("row_bytes", &Arena::row_bytes)
+      .def("limit_rows", &Arena::limit_rows, "rows"_a)
       .def("floats", [](nb::handle self, const View& view,
                         int64_t count) { return as_array(nb::cast<Arena&>(self).f32(view), count, self); })
       .def("ints", [](nb::handle self, const View& view,

@@ -19,6 +19,7 @@ constexpr int64_t kMostItemRows = 256;  // weight rows of one piece of work
 constexpr int64_t kFewestItemRows = 64;
 constexpr int64_t kItemStep = 32;  // rows that every instruction set likes
 constexpr int64_t kItemsPerThread = 8;
+constexpr int32_t kNone = -1;              // the id of no expert
 constexpr int64_t kAloneFloats = 1 << 16;  // below this many values waking other threads costs more than it saves
 
 Weight placed(const SlotMatrix& matrix, uint64_t address) {
@@ -32,6 +33,11 @@ Weight placed(const SlotMatrix& matrix, uint64_t address) {
   return weight;
 }
 
+// Pairs that one part holds at most.
+int64_t most_pairs(const ExpertSizes& sizes) {
+  return std::max(sizes.max_rows, std::min(kFewPairs, sizes.max_rows * sizes.top_k));
+}
+
 XSpec spec_of(const SlotMatrix& matrix, int32_t planes) { return x_spec(placed(matrix, 0), planes); }
 
 }  // namespace
@@ -40,7 +46,7 @@ ExpertFfn::ExpertFfn(std::shared_ptr<Pool> pool, const KernelTable* kernels, con
     : pool_(std::move(pool)),
       kernels_(kernels),
       sizes_(sizes),
-      part_pairs_(std::max(sizes.max_rows, std::min(kFewPairs, sizes.max_rows * sizes.top_k))),
+      part_pairs_(most_pairs(sizes)),
       inner_(part_pairs_ * sizes.inner_max * 4),
       up_(part_pairs_ * sizes.inner_max * 4),
       outputs_(sizes.max_rows * sizes.top_k * sizes.hidden * 4) {
@@ -112,6 +118,9 @@ void ExpertFfn::sort_pairs(const int32_t* ids) {
   chosen_of_.assign(layer_->layout_of.size(), -1);
   chosen_.clear();
   for (int64_t i = 0; i < pairs; ++i) {
+    if (ids[i] == kNone) {
+      continue;
+    }
     if (ids[i] < 0 || ids[i] >= static_cast<int64_t>(chosen_of_.size())) {
       throw std::invalid_argument("row " + std::to_string(i / sizes_.top_k) + " chose expert " +
                                   std::to_string(ids[i]) + " of " + std::to_string(chosen_of_.size()));
@@ -135,6 +144,10 @@ void ExpertFfn::sort_pairs(const int32_t* ids) {
   pair_row_.resize(static_cast<size_t>(pairs));
   pair_place_.resize(static_cast<size_t>(pairs));
   for (int64_t i = 0; i < pairs; ++i) {
+    if (ids[i] == kNone) {
+      pair_place_[static_cast<size_t>(i)] = kNone;
+      continue;
+    }
     Chosen& expert = chosen_[static_cast<size_t>(chosen_of_[static_cast<size_t>(ids[i])])];
     const int64_t place = expert.first + expert.pairs++;
     pair_row_[static_cast<size_t>(place)] = static_cast<int32_t>(i / sizes_.top_k);
@@ -380,12 +393,43 @@ void ExpertFfn::finish(const float* weights, float* out, int64_t out_stride) {
     float* sum = out + row * out_stride;
     std::fill_n(sum, sizes_.hidden, 0.0f);
     for (int64_t i = row * sizes_.top_k; i < (row + 1) * sizes_.top_k; ++i) {
-      const float* y = outputs_.as<float>() + pair_place_[static_cast<size_t>(i)] * sizes_.hidden;
+      const int32_t place = pair_place_[static_cast<size_t>(i)];
+      if (place == kNone) {
+        continue;
+      }
+      const float* y = outputs_.as<float>() + place * sizes_.hidden;
       kernels_->add_scaled(weights[i], y, sum, sizes_.hidden);
     }
   };
   layer_ = nullptr;
   run_alone_or_shared(rows_, rows_ * sizes_.top_k * sizes_.hidden <= kAloneFloats, add_row);
+}
+
+int64_t ExpertFfn::row_bytes() const {
+  int64_t total = 2 * sizes_.inner_max * 4 + down_stride_ + sizes_.top_k * sizes_.hidden * 4;
+  for (const PreparedRows& rows : prepared_) {
+    total += x_stride(rows.spec);
+  }
+  return total;
+}
+
+void ExpertFfn::limit_rows(int64_t rows) {
+  if (rows < 1 || rows > sizes_.max_rows) {
+    throw std::invalid_argument("a limit of " + std::to_string(rows) + " rows, from 1 to " +
+                                std::to_string(sizes_.max_rows) + " are there");
+  }
+  layer_ = nullptr;
+  sizes_.max_rows = rows;
+  part_pairs_ = most_pairs(sizes_);
+  inner_.shrink(part_pairs_ * sizes_.inner_max * 4);
+  up_.shrink(part_pairs_ * sizes_.inner_max * 4);
+  outputs_.shrink(rows * sizes_.top_k * sizes_.hidden * 4);
+  if (inner_digits_ != nullptr) {
+    inner_digits_->shrink(part_pairs_ * down_stride_);
+  }
+  for (const PreparedRows& prepared : prepared_) {
+    prepared.memory->shrink(rows * x_stride(prepared.spec));
+  }
 }
 
 int64_t ExpertFfn::workspace_bytes() const {

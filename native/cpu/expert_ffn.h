@@ -48,8 +48,8 @@ class ExpertFfn {
   // The layouts of a layer's experts, by id. Returns the layer's number; throws std::invalid_argument.
   int32_t add_layer(const std::vector<SlotLayout>& experts);
 
-  // Rows of x [rows][hidden], `x_stride` floats apart, and their choices ids [rows][top_k]. Returns the distinct ids in
-  // order of first use. x must stay until the last run of this call. Throws std::invalid_argument.
+  // Rows of x [rows][hidden], `x_stride` floats apart, and their choices ids [rows][top_k]; -1 chooses none. Returns
+  // the distinct ids in order of first use. x must stay until the last run of this call. Throws std::invalid_argument.
   const std::vector<int32_t>& begin(int32_t layer, const float* x, int64_t x_stride, const int32_t* ids, int64_t rows);
 
   // Computes the given experts, held at `addresses`, for all rows that chose them.
@@ -63,6 +63,12 @@ class ExpertFfn {
 
   // Bytes that the scratch can come to with the layers known so far.
   int64_t workspace_bytes() const;
+
+  // What a row more or less changes in workspace_bytes, from kFewPairs rows on.
+  int64_t row_bytes() const;
+
+  // From now on calls of at most so many rows; the memory of the others goes back to the system. Never more rows.
+  void limit_rows(int64_t rows);
 
  private:
   struct Layer {
@@ -149,7 +155,7 @@ class ExpertFfn {
   std::vector<Chosen> chosen_;
   std::vector<int32_t> chosen_of_;   // by expert id: index in chosen_, or -1
   std::vector<int32_t> pair_row_;    // by sorted pair
-  std::vector<int32_t> pair_place_;  // by row * top_k + k: sorted pair
+  std::vector<int32_t> pair_place_;  // by row * top_k + k: sorted pair, -1 for none
 };
 
 }  // namespace picaflor

@@ -96,6 +96,10 @@ class Arena {
   // What buffers, prepared rows and scratch can come to; of buffers that only output rows use, max_outputs rows.
   int64_t workspace_bytes() const;
   void mark_full(int64_t space);  // batch rows use this buffer
+  // What a batch row more or less changes in workspace_bytes.
+  int64_t row_bytes() const;
+  // From now on batches of at most so many rows; the memory of the others goes back to the system. Never more rows.
+  void limit_rows(int64_t rows);
 
   // Throws std::invalid_argument naming what does not fit.
   void set_batch(const int32_t* tokens, const int32_t* sequences, const int32_t* positions, int64_t rows,
@@ -103,7 +107,7 @@ class Arena {
                  int64_t output_count);
   PageTable table(int64_t row) const;
 
-  const ArenaSpec spec;
+  ArenaSpec spec;
   const std::shared_ptr<Pool> pool;
   const int threads;
   const KernelTable* const kernels;
@@ -118,13 +122,17 @@ class Arena {
     Mapping memory;
     bool full = false;
   };
+  struct Prepared {
+    int64_t stride;
+    Mapping memory;
+  };
   using PreparedKey = std::tuple<int32_t, int64_t, int64_t, int32_t, int32_t, int32_t, bool, bool>;
 
   void check_batch(const Batch& next, int64_t sequence_count) const;
 
   std::vector<Buffer> storages_;
   std::vector<Buffer> planes_;
-  std::map<PreparedKey, Mapping> prepared_;
+  std::map<PreparedKey, Prepared> prepared_;
   std::map<std::pair<int64_t, double>, RopeTable> ropes_;
   int64_t scratch_floats_ = 0;
   std::unique_ptr<Mapping> scratch_;

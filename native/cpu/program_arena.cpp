@@ -66,7 +66,11 @@ const RopeTable* Arena::rope(int64_t dims, double theta) {
 std::byte* Arena::prepared(const View& view, const XSpec& x, bool outputs) {
   const PreparedKey key{view.storage, view.start, view.width, x.planes, x.group, static_cast<int32_t>(x.layout),
                         x.rotated,    outputs};
-  return prepared_.try_emplace(key, spec.max_rows * x_stride(x)).first->second.data();
+  const int64_t stride = x_stride(x);
+  const auto found = prepared_.find(key);
+  return (found != prepared_.end() ? found
+                                   : prepared_.emplace(key, Prepared{stride, Mapping(spec.max_rows * stride)}).first)
+      ->second.memory.data();
 }
 
 void Arena::reserve_scratch(int64_t floats) {
@@ -125,16 +129,40 @@ int64_t Arena::workspace_bytes() const {
     const int64_t rows = buffer.full ? spec.max_rows : spec.max_outputs;
     total += align_up(rows * buffer.width * 4, kPage);
   }
-  for (const auto& [key, memory] : prepared_) {
+  for (const auto& [key, prepared] : prepared_) {
     const bool outputs = std::get<7>(key);
-    const int64_t row_bytes = memory.nbytes() / spec.max_rows;
-    total += align_up((outputs ? spec.max_outputs : spec.max_rows) * row_bytes, kPage);
+    total += align_up((outputs ? spec.max_outputs : spec.max_rows) * prepared.stride, kPage);
   }
   for (const auto& entry : ropes_) {
     total += 2 * align_up(capacity() * entry.first.first / 2 * 4, kPage);
   }
   total += scratch_ ? align_up(scratch_->nbytes(), kPage) : 0;
   return total + (scores_ ? align_up(scores_->nbytes(), kPage) : 0);
+}
+
+int64_t Arena::row_bytes() const {
+  int64_t total = 0;
+  for (const Buffer& buffer : storages_) {
+    total += buffer.full ? buffer.width * 4 : 0;
+  }
+  for (const auto& [key, prepared] : prepared_) {
+    total += std::get<7>(key) ? 0 : prepared.stride;
+  }
+  return total;
+}
+
+void Arena::limit_rows(int64_t rows) {
+  if (rows < 1 || rows > spec.max_rows) {
+    refuse("a limit of " + std::to_string(rows) + " rows, from 1 to " + std::to_string(spec.max_rows) + " are there");
+  }
+  spec.max_rows = rows;
+  const int64_t kept = std::max(spec.max_rows, spec.max_outputs);
+  for (Buffer& buffer : storages_) {
+    buffer.memory.shrink(kept * buffer.width * 4);
+  }
+  for (auto& [key, prepared] : prepared_) {
+    prepared.memory.shrink(kept * prepared.stride);
+  }
 }
 
 PageTable Arena::table(int64_t row) const {

@@ -19,6 +19,8 @@ class Mapping {
 
   std::byte* data() const { return data_; }
   int64_t nbytes() const { return nbytes_; }
+  // Gives the memory behind the first `nbytes` back to the system; no more than there is.
+  void shrink(int64_t nbytes);
   template <typename T>
   T* as() const {
     return reinterpret_cast<T*>(data_);

@@ -248,7 +248,24 @@ class Settings:
         (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),
     )
     prefill_chunk: int | None = _option(
-        _count(1), None, "Most prompt tokens computed in one step.", ENGINE_COMMANDS, unset="256"
+        _count(1),
+        None,
+        "Most prompt tokens that go through a layer together.",
+        ENGINE_COMMANDS,
+        unset="what makes the disk read least, 256 to 8192",
+    )
+    router_top_p: float = _option(
+        _real(0, 1, open_low=True),
+        1.0,
+        "LOSSY: decoded tokens use the first experts that reach this part of the router's weights.",
+        RUN_COMMANDS,
+    )
+    experimental_expert_budget: int | None = _option(
+        _count(0),
+        None,
+        "LOSSY, EXPERIMENTAL: most experts per layer and step that decoded tokens may have read from disk.",
+        RUN_COMMANDS,
+        unset="no limit",
     )
     read_threads: int | None = _option(
         _count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS, unset="8"

@@ -244,11 +244,12 @@ def test_documentation_is_the_table() -> None:
 
 def test_defaults_in_words_are_the_programs_own() -> None:
     from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
-    from picaflor.runtime.plan import DEFAULT_CHUNK, DEFAULT_CONTEXT
+    from picaflor.runtime.chunks import LARGEST, SMALLEST
+    from picaflor.runtime.plan import DEFAULT_CONTEXT
     from picaflor.store.store import READ_THREADS
 
     assert TABLE["ctx"].unset == f"{DEFAULT_CONTEXT}, or the model's maximum where that is less"
-    assert TABLE["prefill_chunk"].unset == str(DEFAULT_CHUNK)
+    assert TABLE["prefill_chunk"].unset.endswith(f", {SMALLEST} to {LARGEST}")
     assert TABLE["read_threads"].unset == str(READ_THREADS)
     assert TABLE["latent_norm_eps"].unset == f"{LATENT_NORM_EPS:g}"
     text = CliRunner().invoke(command([]), ["--help"], terminal_width=300).output

@@ -10,7 +10,7 @@ no "the" KV cache. docs/design/contracts.md states each operation's arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -145,12 +145,41 @@ class ExpertLayout:
 
 
 @dataclass(slots=True)
+class ReductionCounts:
+    """Choices of experts that a reduction saw, and those that it took away."""
+
+    chosen: int = 0
+    dropped: int = 0
+
+
+def _nothing_resident(layer: int) -> Collection[int]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A lossy mode: rows that get fewer experts than the router chose (backends/reduction.py says which).
+
+    `rows`: bool `[n]`, by batch row. `top_p`: part of a row's weights that its experts must reach. `loads`: most
+    experts of a layer that these rows may have read from disk in one step; `resident(layer)` are those that cost none.
+    """
+
+    rows: NDArray[np.bool_]
+    top_p: float = 1.0
+    loads: int | None = None
+    resident: Callable[[int], Collection[int]] = _nothing_resident
+    counts: ReductionCounts = field(default_factory=ReductionCounts)
+
+
+@dataclass(slots=True)
 class Batch:
     """Rows to compute in one step.
 
     `tokens`, `sequences`, `positions`: int32 `[n]`; `sequences` index the rows of `pages`, int32
     `[sequences, pages per sequence]`: page numbers in order of position. Rows of one sequence ascend in position; keys
     and values of the batch's own rows are visible to later rows. `outputs`: int32, the rows whose logits are wanted.
+    `reduction`: None, or a lossy mode, which the caller knows the backend to have. `layer_done(done, total)` is called
+    after each MoE layer where the backend can; what it raises ends the run.
     """
 
     tokens: I32
@@ -158,6 +187,8 @@ class Batch:
     positions: I32
     pages: I32
     outputs: I32
+    reduction: Reduction | None = None
+    layer_done: Callable[[int, int], None] | None = None
 
 
 class ExpertLease(Protocol):

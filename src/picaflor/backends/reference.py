@@ -32,6 +32,7 @@ from picaflor.backends.api import (
     Vector,
     Weight,
 )
+from picaflor.backends.reduction import NONE, reduce_choices
 from picaflor.container.expert_file import plan_reads
 from picaflor.container.types import Expert, Span
 from picaflor.errors import UnsupportedKernel
@@ -407,12 +408,19 @@ class ReferenceRecorder:
         """out = the weighted sum of the chosen experts, in routing order."""
         _check(x.width == out.width, f"experts from {x.width} to {out.width}")
 
+        on_outputs = self._outputs
+
         def operation(run: _Run, count: int) -> None:
             if run.experts is None:
                 raise ValueError("the program has experts, and no provider was given")
             chosen = _part(ids, count)
+            reduction = run.batch.reduction
+            if reduction is not None:
+                rows = reduction.rows[run.batch.outputs] if on_outputs else reduction.rows
+                reduce_choices(chosen, _part(weights, count), rows, layer, reduction)
             products = np.full((*chosen.shape, out.width), np.nan)
-            wanted = np.unique(chosen).astype(np.int32)
+            products[chosen == NONE] = 0.0
+            wanted = np.unique(chosen[chosen >= 0]).astype(np.int32)
             with run.experts.acquire(layer, wanted) as lease:
                 for numbers, addresses in lease.batches():
                     for expert, address in zip(numbers, addresses, strict=True):

@@ -128,6 +128,8 @@ def engine_options(settings: Settings) -> EngineOptions:
         precision=settings.precision,
         isa=settings.isa,
         prefill_chunk=settings.prefill_chunk,
+        router_top_p=settings.router_top_p,
+        expert_budget=settings.experimental_expert_budget,
         read_threads=settings.read_threads,
         queue_depth=settings.queue_depth,
         read_engine=settings.read_engine,

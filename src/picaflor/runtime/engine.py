@@ -68,6 +68,8 @@ class Engine:
             plan.store,
             max_rows=plan.max_rows,
             max_outputs=plan.max_outputs,
+            lossy=plan.lossy,
+            resident=plan.store.resident if plan.store is not None else _none_resident,
         )
         self._load_s = load_s
         self._warnings = warnings
@@ -294,7 +296,7 @@ class Engine:
             middle = self._counts()
             for index in range(len(fed)):
                 begin = time.perf_counter()
-                self.runner.step([Work(sequence, fed[index : index + 1])])
+                self.runner.step([Work(sequence, fed[index : index + 1], decoded=True)])
                 steps.append(time.perf_counter() - begin)
         finally:
             self.plan.pool.release(sequence)
@@ -424,6 +426,7 @@ class Engine:
             memory_limit_bytes_per_s=self._memory_limit,
             kernels=dict(plan.backend.table.engaged),
             fallbacks={**plan.backend.table.fallbacks, **spared},
+            lossy=plan.lossy.summary(),
             warnings=tuple(self._warnings),
         )
 
@@ -446,3 +449,7 @@ class Engine:
 
 def _never() -> bool:
     return False
+
+
+def _none_resident(layer: int) -> tuple[int, ...]:
+    return ()

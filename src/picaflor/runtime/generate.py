@@ -183,7 +183,7 @@ class Generation:
 
     def _step(self, token: int) -> F32:
         start = time.perf_counter()
-        logits = self._runner.step([Work(self._sequence, np.array([token], np.int32))])
+        logits = self._runner.step([Work(self._sequence, np.array([token], np.int32), decoded=True)])
         elapsed = time.perf_counter() - start
         self.clock.decode_s += elapsed
         self.clock.steps.append(elapsed)

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,22 +29,24 @@ from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import sidefile, tune
 from picaflor.runtime.chat import ChatTemplate
+from picaflor.runtime.chunks import SMALLEST, ExpertSizes, Sized, most_rows, settle
 from picaflor.runtime.history import History, Learning, history_file
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
+from picaflor.store.mapped import MappedStore, lies_in_memory
 from picaflor.store.policy.base import LayerCache, PolicyFactory
 from picaflor.store.policy.choose import policy_nbytes
-from picaflor.store.mapped import MappedStore, lies_in_memory
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
 BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda"}
 """By name, the package under `backends` that has it."""
 DEFAULT_CONTEXT = 4096
-DEFAULT_CHUNK = 256
+LOSSY_BACKENDS = ("cpu",)
 MAX_LOGIT_BYTES = 64 << 20
 """Most memory for one step's logits; a step gives fewer rows of logits where the vocabulary is large."""
 SLACK_BYTES = 64
@@ -108,6 +110,8 @@ class EngineOptions:
     precision: str = "standard"
     isa: str = "auto"
     prefill_chunk: int | None = None
+    router_top_p: float = 1.0
+    expert_budget: int | None = None
     read_threads: int | None = None
     group_size: int | None = None
     latent_norm_eps: float | None = None
@@ -158,6 +162,7 @@ class Plan:
     chat_template: ChatTemplate | None
     resident_memory: list[NDArray[np.uint8]]
     learning: Learning
+    lossy: Lossy
     tuned: str = ""
 
     def close(self) -> None:
@@ -346,8 +351,6 @@ def _assemble(
     progress: Progress,
 ) -> Plan:
     context = context_of(model, options)
-    max_rows = min(options.prefill_chunk or DEFAULT_CHUNK, context * options.sequences)
-    max_outputs = max(1, min(max_rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
     # Before the memory is measured, so that the vocabulary is part of what this program holds.
     tokenizer = open_tokenizer(path, model, context)
@@ -362,11 +365,9 @@ def _assemble(
     provider = mapped or files
     residents = Residents(index, backend, provider.layouts if provider is not None else no_layouts)
     residents.read_vectors(container)
-    recorder = backend.recorder(
-        max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
+    forward, draft, max_rows, max_outputs, ledger = recorded(
+        options, model, backend, residents, files, pool, held.charged if held else 0
     )
-    forward, draft = record_forward(recorder, model, residents, options)
-    ledger = ledger_of(options, model, backend, residents, files, pool, held.charged if held else 0)
     store: ExpertStore | MappedStore | None = mapped
     learning = _learning(options, model, index, path, notices)
     if files is not None:
@@ -401,7 +402,19 @@ def _assemble(
         chat_template=chat_template,
         resident_memory=residents.memory(),
         learning=learning,
+        lossy=_lossy(options, backend, notices),
     )
+
+
+def _lossy(options: EngineOptions, backend: HostBackend, notices: Notices) -> Lossy:
+    """The lossy modes that were asked for, each named once. Raises UsageError where the backend has none."""
+    lossy = Lossy(options.router_top_p, options.expert_budget)
+    if lossy.active and backend.name not in LOSSY_BACKENDS:
+        have = ", ".join(LOSSY_BACKENDS)
+        raise UsageError(f"{lossy.names()[0]} is not in backend {backend.name}; backends that have it: {have}")
+    for text in lossy.notices():
+        notices.tell(text)
+    return lossy
 
 
 def _learning(options: EngineOptions, model: Model, index: ModelIndex, path: Path, notices: Notices) -> Learning:
@@ -515,6 +528,44 @@ def record_forward(
     return forward, model.record_draft(scope) if options.draft else None
 
 
+def recorded(
+    options: EngineOptions,
+    model: Model,
+    backend: HostBackend,
+    residents: Residents,
+    files: ExpertFiles | None,
+    pool: PagePool,
+    held: int,
+) -> tuple[Forward, DraftForward | None, int, int, Ledger]:
+    """The recorded passes, most rows and outputs of a step, and the ledger with them. Raises OutOfBudget."""
+    context = context_of(model, options)
+    rows = most_rows(options.prefill_chunk, context * options.sequences, on_device=backend.on_device)
+    outputs = options.prefill_chunk or SMALLEST
+    outputs = max(1, min(outputs, rows, MAX_LOGIT_BYTES // (4 * model.vocabulary)))
+    recorder = backend.recorder(max_rows=rows, max_outputs=outputs, page_tokens=pool.page_tokens, pages=pool.pages)
+    forward, draft = record_forward(recorder, model, residents, options)
+
+    def ledger_at(work_bytes: int) -> Ledger:
+        return ledger_of(options, model, backend, residents, files, pool, held, work_bytes=work_bytes)
+
+    if options.prefill_chunk is None and rows > SMALLEST:
+        layers = files.layers if files is not None else ()
+        sizes = ExpertSizes(
+            {layer: files.count(layer) for layer in layers if files},
+            {layer: files.slot_nbytes(layer) for layer in layers if files},
+            _experts_per_token(model),
+        )
+        rows = settle(
+            cast(Sized, recorder),
+            rows,
+            workspace_bytes=backend.workspace_bytes(),
+            prompt=context,
+            experts=sizes,
+            ledger_at=ledger_at,
+        )
+    return forward, draft, rows, outputs, ledger_at(backend.workspace_bytes())
+
+
 def ledger_of(
     options: EngineOptions,
     model: Model,
@@ -523,15 +574,19 @@ def ledger_of(
     files: ExpertFiles | None,
     pool: PagePool,
     held: int,
+    *,
+    work_bytes: int,
 ) -> Ledger:
-    """What is needed and what is left for experts. Raises OutOfBudget."""
+    """What is needed and what is left for experts, with `work_bytes` of work buffers. Raises OutOfBudget."""
     values = sum(plane.width for plane in _cached(model, options))
     kv_bytes = pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
     items = [
         Item("this program", held),
         Item("resident weights", residents.nbytes),
-        Item(f"key-value cache ({pool.pages * pool.page_tokens} tokens)", 0 if backend.on_device else kv_bytes, "--ctx"),
-        Item("work buffers", backend.workspace_bytes() + RUNTIME_BYTES, "--prefill-chunk"),
+        Item(
+            f"key-value cache ({pool.pages * pool.page_tokens} tokens)", 0 if backend.on_device else kv_bytes, "--ctx"
+        ),
+        Item("work buffers", work_bytes + RUNTIME_BYTES, "--prefill-chunk"),
     ]
     layers = files.layers if files is not None else ()
     if files is not None:

@@ -5,17 +5,18 @@ Knows batches, pages and programs; must not know families, formats or what a tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from picaflor.backends.api import I32, Batch, ExpertProvider, Program, Rows
+from picaflor.backends.api import I32, Batch, ExpertProvider, Program, Reduction, Rows
 from picaflor.errors import UsageError
 from picaflor.formats.base import F32
 from picaflor.runtime.kvcache import PagePool, Sequence
+from picaflor.runtime.lossy import Lossy
 
 Wanted = Literal["none", "last", "all"]
 
@@ -39,11 +40,19 @@ def _is_id(number: object, vocabulary: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens to append to one sequence, and which of their logits are wanted."""
+    """Tokens to append to one sequence, and which of their logits are wanted.
+
+    `decoded`: they are no prompt, so that a lossy mode that was asked for acts on them.
+    """
 
     sequence: Sequence
     tokens: I32
     wanted: Wanted = "last"
+    decoded: bool = False
+
+
+class _Cancelled(Exception):
+    """Ends a step between two layers."""
 
 
 class Runner:
@@ -62,21 +71,27 @@ class Runner:
         *,
         max_rows: int,
         max_outputs: int,
+        lossy: Lossy | None = None,
+        resident: Callable[[int], Collection[int]] = lambda layer: (),
     ) -> None:
         self.program = program
         self.pool = pool
         self.max_rows = max_rows
         self.max_outputs = max_outputs
         self._logits = logits
+        self.lossy = lossy
         self._experts = experts
+        self._resident = resident
 
-    def step(self, work: list[Work]) -> F32:
+    def step(self, work: list[Work], *, layer_done: Callable[[int, int], None] | None = None) -> F32:
         """Compute all rows of `work` together; float32 logits `[outputs, vocabulary]`, valid until the next step.
 
-        Outputs are in the order of `work`. Raises ContextExceeded, ReadFailed, and UsageError for an id that the
+        Outputs are in the order of `work`. `layer_done(done, total)` after each MoE layer; what it raises leaves the
+        sequences as they were. Raises ContextExceeded, ReadFailed, and UsageError for an id that the
         model does not know.
         """
         batch = self._batch(work)
+        batch.layer_done = layer_done
         self.program.run(batch, self._experts)
         for item in work:
             item.sequence.length += len(item.tokens)
@@ -107,7 +122,13 @@ class Runner:
         if len(outputs) > self.max_outputs:
             raise ValueError(f"a step gives at most {self.max_outputs} rows of logits, {len(outputs)} wanted")
         table = self.pool.table([item.sequence for item in work])
-        return Batch(tokens, sequences, positions, table, np.array(outputs, np.int32))
+        return Batch(tokens, sequences, positions, table, np.array(outputs, np.int32), self._reduction(work))
+
+    def _reduction(self, work: list[Work]) -> Reduction | None:
+        if self.lossy is None or not self.lossy.active or not any(item.decoded for item in work):
+            return None
+        rows = np.repeat([item.decoded for item in work], [len(item.tokens) for item in work])
+        return self.lossy.reduction(rows, self._resident)
 
     def prefill(
         self,
@@ -120,21 +141,49 @@ class Runner:
     ) -> F32:
         """Append a prompt in chunks; logits `[1, vocabulary]` of its last token, or `[0, ...]` if cancelled.
 
-        `progress(done, total)` in tokens after each chunk.
+        A chunk goes through a layer before the next layer begins, so each expert is read once per chunk.
+        `progress(done, total)` in tokens after each layer (a chunk's share of them) and each chunk; `cancelled` is
+        asked as often, and the chunk that was under way is then forgotten.
         """
         size = min(chunk or self.max_rows, self.max_rows)
         logits = np.empty((0, self._logits.width), np.float32)
         for start in range(0, len(tokens), size):
-            if cancelled is not None and cancelled():
-                return logits[:0]
             stop = min(start + size, len(tokens))
-            logits = self.step([Work(sequence, tokens[start:stop], "last" if stop == len(tokens) else "none")])
+            layer_done = self._between(start, stop, len(tokens), progress, cancelled)
+            try:
+                layer_done(0, 1)
+                wanted: Wanted = "last" if stop == len(tokens) else "none"
+                logits = self.step([Work(sequence, tokens[start:stop], wanted)], layer_done=layer_done)
+            except _Cancelled:
+                return logits[:0]
             if progress is not None:
                 progress(stop, len(tokens))
         return logits
 
+    @staticmethod
+    def _between(
+        start: int,
+        stop: int,
+        total: int,
+        progress: Callable[[int, int], None] | None,
+        cancelled: Callable[[], bool] | None,
+    ) -> Callable[[int, int], None]:
+        """What happens between two layers of a chunk."""
+
+        def layer_done(done: int, layers: int) -> None:
+            if cancelled is not None and cancelled():
+                raise _Cancelled
+            if progress is not None and 0 < done < layers:
+                progress(start + (stop - start) * done // layers, total)
+
+        return layer_done
+
     def all_logits(self, sequence: Sequence, tokens: I32) -> Iterator[F32]:
-        """Append tokens and yield the logits of each, `[rows, vocabulary]` at a time (copies)."""
-        size = min(self.max_rows, self.max_outputs)
+        """Append tokens and yield the logits of each, `[rows, vocabulary]` at a time (copies).
+
+        Under a lossy mode the tokens count as decoded, one per step, so that its damage can be measured.
+        """
+        lossy = self.lossy is not None and self.lossy.active
+        size = 1 if lossy else min(self.max_rows, self.max_outputs)
         for start in range(0, len(tokens), size):
-            yield self.step([Work(sequence, tokens[start : start + size], "all")]).copy()
+            yield self.step([Work(sequence, tokens[start : start + size], "all", decoded=lossy)]).copy()

@@ -145,13 +145,7 @@ def _sketch(
     layouts = files.layouts if files is not None else planning.no_layouts
     residents = Residents(index, backend, layouts, allocate=_Blank(index))
     residents.blank_vectors()
-    max_rows = min(options.prefill_chunk or planning.DEFAULT_CHUNK, context * options.sequences)
-    max_outputs = max(1, min(max_rows, planning.MAX_LOGIT_BYTES // (4 * model.vocabulary)))
-    recorder = backend.recorder(
-        max_rows=max_rows, max_outputs=max_outputs, page_tokens=pool.page_tokens, pages=pool.pages
-    )
-    planning.record_forward(recorder, model, residents, options)
-    ledger = planning.ledger_of(options, model, backend, residents, files, pool, charged)
+    *_, ledger = planning.recorded(options, model, backend, residents, files, pool, charged)
     return Sketch(
         path=path,
         container=container,

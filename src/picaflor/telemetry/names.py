@@ -81,6 +81,7 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "memory_limit_bytes_per_s": ("B/s", "bytes per second that memory gives, measured in this process"),
         "kernels": ("calls", "kernels that ran"),
         "fallbacks": ("calls", "kernels that ran in place of another one"),
+        "lossy": ("", "lossy modes that were active, and what they left out"),
         "warnings": ("", "warnings of this run"),
         "verdict": ("", "what limits: disk, memory, compute, attention, balanced or nothing measured"),
         "verdict_text": ("", "the verdict in words"),

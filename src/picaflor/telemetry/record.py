@@ -195,6 +195,7 @@ class Record:
     memory_limit_bytes_per_s: float | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    lossy: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class Record:
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("prefill", "decode", "memory", "kernels", "fallbacks", "warnings")
+            if name not in ("prefill", "decode", "memory", "kernels", "fallbacks", "lossy", "warnings")
         }
         return {
             **plain,
@@ -213,5 +214,6 @@ class Record:
             "memory": self.memory.to_json(),
             "kernels": dict(self.kernels),
             "fallbacks": dict(self.fallbacks),
+            "lossy": list(self.lossy),
             "warnings": list(self.warnings),
         }

@@ -39,6 +39,7 @@ def rows(record: Record) -> list[tuple[str, str]]:
         table.append(("time", _shares(phase)))
     table.append(("kernels", _counts(record.kernels) or "none counted"))
     table.append(("fallbacks", _counts(record.fallbacks) or "none"))
+    table.extend(("lossy", text) for text in record.lossy)
     table.extend(("warning", text) for text in record.warnings)
     table.append(("verdict", verdict(record).text))
     return table

@@ -57,6 +57,16 @@ class Experts:
         self._added = []
         return ffn, numbers
 
+    def row_bytes(self) -> int:
+        """What a row more or less changes in `workspace_bytes`."""
+        return sum(int(ffn.row_bytes) for ffn in self._made.values())
+
+    def limit_rows(self, rows: int) -> None:
+        """From now on calls of at most so many rows."""
+        for ffn in self._made.values():
+            ffn.limit_rows(rows)
+        self._max_rows = rows
+
     def workspace_bytes(self) -> int:
         """Bytes that the operations' buffers can come to."""
         return sum(int(ffn.workspace_bytes) for ffn in self._made.values())

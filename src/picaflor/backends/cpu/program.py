@@ -13,8 +13,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.api import Batch, ExpertProvider, Reduction, Rows
 from picaflor.backends.cpu.capabilities import BACKEND, SCALAR, SCALAR_ISA
+from picaflor.backends.reduction import reduce_choices
 from picaflor.backends.table import CapabilityTable
 from picaflor.formats.base import F32
 
@@ -26,7 +27,7 @@ class ExpertCall:
     """One call of experts, after the segment of the same number. Addresses of row 0 and strides in floats.
 
     `ffn_layer`: the number under which the native operation knows the layer's layouts. `outputs`: acts on output rows.
-    `plain`: by the scalar kernels.
+    `plain`: by the scalar kernels. `choices`: the buffers of ids and weights.
     """
 
     layer: int
@@ -37,6 +38,7 @@ class ExpertCall:
     out: tuple[int, int]
     outputs: bool
     plain: bool
+    choices: tuple[Rows, Rows]
 
 
 class Faults:
@@ -104,8 +106,18 @@ class CpuProgram:
             assert experts is not None
             rows = len(batch.outputs) if call.outputs else len(batch.tokens)
             if rows:
+                if batch.reduction is not None:
+                    self._reduce(call, rows, batch, batch.reduction)
                 self._run_experts(call, rows, experts)
+            if batch.layer_done is not None:
+                batch.layer_done(index + 1, len(self._calls))
             self._run_segment(index + 1)
+
+    def _reduce(self, call: ExpertCall, rows: int, batch: Batch, reduction: Reduction) -> None:
+        """A lossy mode: take choices away before anybody asks for the experts."""
+        ids, weights = (self.view(part, rows) for part in call.choices)
+        reduced = reduction.rows[batch.outputs] if call.outputs else reduction.rows
+        reduce_choices(ids, weights, reduced, call.layer, reduction)
 
     def _run_segment(self, segment: int) -> None:
         self._native.run_segment(segment, self._faults is not None and self._faults.next_fails("segment"))

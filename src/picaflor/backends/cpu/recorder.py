@@ -96,6 +96,15 @@ class CpuRecorder:
         """Bytes that buffers, prepared activations and scratch can come to."""
         return int(self._arena.workspace_bytes) + self._experts.workspace_bytes()
 
+    def row_bytes(self) -> int:
+        """What a row more or less changes in `workspace_bytes`, from 256 rows on."""
+        return int(self._arena.row_bytes) + self._experts.row_bytes()
+
+    def limit_rows(self, rows: int) -> None:
+        """From now on batches of at most so many rows, fewer than before; the memory of the others is given back."""
+        self._arena.limit_rows(rows)
+        self._experts.limit_rows(rows)
+
     def kv_bytes(self) -> int:
         """Bytes of key-value pages written to so far."""
         return int(self._arena.touched_bytes)
@@ -278,6 +287,7 @@ class CpuRecorder:
                 out=self._arena.address(_view(out)),
                 outputs=self._builder.after_outputs,
                 plain=any(cell.backend == SCALAR for cell in cells),
+                choices=(ids, weights),
             )
         )
         self._builder.experts(_view(out))
