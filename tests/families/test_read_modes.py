@@ -112,7 +112,9 @@ def test_a_model_in_memory_is_mapped_without_being_asked(expected: NDArray[np.fl
     folder = Path(f"/dev/shm/picaflor-modes-{os.getpid()}")
     shutil.copytree(scattered, folder)
     try:
-        with Engine.open(folder, replace(BASE, mapped="auto")) as engine:
+        told: list[str] = []
+        with Engine.open(folder, replace(BASE, mapped="auto"), warn=told.append) as engine:
+            assert [text for text in told if "in mapped files, without effect: --expert-slots;" in text]
             assert isinstance(engine.plan.store, MappedStore)
             found = np.concatenate([rows.copy() for rows in engine.forward_logits(np.array(PROMPT, np.int32))])
             record = engine.record()

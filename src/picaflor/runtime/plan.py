@@ -359,6 +359,8 @@ def _assemble(
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
     mapped = open_mapped(container, experts, options, on_host=not backend.on_device)
+    if mapped is not None:
+        _tell_unused(options, notices)
     streamed = {} if mapped is not None else experts
     reading = read_plan(container, streamed, options, held.charged if held else 0, notices)
     files = ExpertFiles(container, streamed, blocks=reading.direct_shards) if streamed else None
@@ -439,6 +441,22 @@ def open_mapped(
     if options.mapped == "auto" and not lies_in_memory(files):
         return None
     return MappedStore(files, experts)
+
+
+def _tell_unused(options: EngineOptions, notices: Notices) -> None:
+    """One line for what was asked for and has no effect on mapped experts."""
+    given = {
+        "--expert-slots": options.expert_slots is not None,
+        "--direct on": options.direct == "on",
+        "--mirror": bool(options.mirrors),
+        "--record-routes": options.record_routes is not None,
+    }
+    unused = [flag for flag, is_given in given.items() if is_given]
+    if unused:
+        notices.note(
+            f"experts are used where they lie in mapped files, without effect: {', '.join(unused)}; "
+            "--mapped off reads experts into slots"
+        )
 
 
 def read_plan(
