@@ -90,3 +90,13 @@ def test_rows_read_as_words_at_once(name: str) -> None:
         tile = tiles.Tile(block, 1, step, steps, 16 % step == 0)
         matmul.launch_few(ready, weight, out, 2, tile)
         assert same_bits(out.cpu().numpy(), expected), (block, step, steps)
+
+
+@pytest.mark.parametrize("shared", [57344, 88704, 203392])
+def test_tiles_fit_the_shared_memory(shared: int) -> None:
+    """Of AMD's, of small and of large NVIDIA devices, for every group, precision and number of rows."""
+    for padded in (64, 128, 192, 256):
+        for planes in (1, 2, 3):
+            for count in (2, 9, 17, 65, 512):
+                tile = tiles.tile_of_many(count, 96, padded, planes, shared)
+                assert tile.shared_bytes(padded, planes) <= shared

@@ -22,7 +22,7 @@ from picaflor.backends.cuda.formats import NUMBERS, PLANES, Needs, Tensor, latti
 from picaflor.backends.cuda.matmul import native
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
-from picaflor.backends.cuda.tiles import Tile, tile_of_stack
+from picaflor.backends.cuda.tiles import ManyTile, Tile, shared_limit, tile_of_many, tile_of_stack
 from picaflor.backends.cuda.vectors import let_the_next_start
 from picaflor.formats.numeric import ceil_div
 
@@ -455,6 +455,15 @@ def _tiles(ids: Tensor, experts: int, size: int) -> tuple[Tensor, ...]:
     return (*(t.to(torch.int32) for t in (expert, start, end)), order)
 
 
+def _many_tile(kind: ExpertKind, precision: str, pairs: int, experts: int) -> ManyTile:
+    """Rows of a matrix and pairs of a program: more pairs where experts have many."""
+    wanted = [matrix.needs(precision) for matrix in (kind.gate, kind.up, kind.down)]
+    if None in wanted:
+        return ManyTile(64 if interpret.active() else 16, 8, 1, 3)
+    padded = max(need.padded for need in wanted if need is not None)
+    return tile_of_many(17 if pairs >= 32 * experts else 9, 1, padded, PLANES[precision], shared_limit())
+
+
 def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _Rows, ids: Tensor, out: Tensor) -> None:
     """Tiles of rows for the experts of one kind; results go to `out` `[rows, top_k, hidden]`."""
     import torch
@@ -462,27 +471,28 @@ def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _R
     count, top_k = ids.shape
     inner, hidden = kind.gate.rows, kind.gate.cols
     experts = table.kind_of.shape[0]
-    floats = None in (kind.gate.needs(rows.precision), kind.up.needs(rows.precision), kind.down.needs(rows.precision))
-    size = 8 if floats else 16 if count * top_k < 32 * experts else 64
-    block = 16 if floats and not interpret.active() else 64
-    tiles = _tiles(ids, experts, size)
+    tile = _many_tile(kind, rows.precision, count * top_k, experts)
+    tiles = _tiles(ids, experts, tile.columns)
     g, u = rows.of(kind.gate), rows.of(kind.up)
     wanted = kind.down.needs(rows.precision)
     h = torch.empty((count * top_k, inner), dtype=torch.float32, device=x.device)
     grid_table = lattice(str(x.device))
-    common = {"PLANES": PLANES[rows.precision], "NATIVE": native(), "BO": block, "BS": size, "num_warps": 4, **EXACT}
+    common = {
+        "PLANES": PLANES[rows.precision], "NATIVE": native(), "BO": tile.rows, "BS": tile.columns, "num_warps": 4,
+        "num_stages": tile.stages, **EXACT,
+    }  # fmt: skip
     shape = ("FORMAT", "GROUP", "PADDED", "WHOLE")
     g_constants, u_constants = (
         {p + n: _constants(m, r, p)[p + n] for n in shape} for m, r, p in ((kind.gate, g, "G_"), (kind.up, u, "U_"))
     )
-    _inner_many[(triton.cdiv(inner, block), tiles[0].shape[0])](
+    _inner_many[(triton.cdiv(inner, tile.rows), tiles[0].shape[0])](
         *tiles, top_k, table.kind_of, table.addresses, grid_table, number, inner, hidden, x, x.stride(0),
         *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
         *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants, **u_constants, **common,
     )  # fmt: skip
     d = None if wanted is None else prepare(h, wanted)
     d_constants = _constants(kind.down, d, "")
-    _outer_many[(triton.cdiv(hidden, block), tiles[0].shape[0])](
+    _outer_many[(triton.cdiv(hidden, tile.rows), tiles[0].shape[0])](
         *tiles, table.kind_of, table.addresses, grid_table, number, hidden, inner, h, *_parts(d, x),
         kind.down.row_bytes, 0 if d is None else d.groups, out, **{n: d_constants[n] for n in shape}, **common,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
-from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, Tile, reads_words, tile_of, tile_of_many
+from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, Tile, reads_words, shared_limit, tile_of, tile_of_many
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
 def _launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
     first, constants = _common(rows, weight)
     even = weight.cols % rows.needs.group == 0
-    tile = tile_of_many(count, rows.groups, rows.needs.planes)
+    tile = tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
     _many_integers[(triton.cdiv(weight.rows, tile.rows), triton.cdiv(count, tile.columns))](
         *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=tile.rows, BS=tile.columns,
         UNROLL=tile.unroll, num_warps=4, num_stages=tile.stages, **constants, **EXACT,

@@ -200,10 +200,11 @@ def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, pla
     for begin in range(0, groups, UNROLL):
         for u in tl.static_range(UNROLL):
             g = begin + u
-            factor = scale(row, scales, number, g, o >= 0, groups, FORMAT)[:, None] * tl.load(steps + g)[None, :]
             dot = _tile_dot(row[:, None], x, g, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED, PLANES, EVEN,
                             NATIVE, BO, BS)  # fmt: skip
-            acc = tl.fma(dot, factor, acc)
+            # Behind the product: asked for before it, scales made the tile a sixth slower on an H200.
+            w = scale(row, scales, number, g, o >= 0, groups, FORMAT)
+            acc = tl.fma(dot, w[:, None] * tl.load(steps + g)[None, :], acc)
     return acc
 
 

@@ -6,6 +6,7 @@ Knows shapes and formats; must not know kernels. A tile changes speed and no bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.formats import group_of
@@ -77,9 +78,7 @@ def tile_of_stack(format_name: str, cols: int, group_size: int, *, aligned: bool
         return plain
     if interpret.active():
         return _tile(format_name, cols, group_size, 64, 1, 4)
-    if cols <= SHORT_COLS:
-        return _tile(format_name, cols, group_size, 8, 1, 16)
-    return _tile(format_name, cols, group_size, 32, 4, 4)
+    return _tile(format_name, cols, group_size, 64 if cols <= SHORT_COLS else 32, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +90,33 @@ class ManyTile:
     unroll: int
     stages: int
 
+    def shared_bytes(self, padded: int, planes: int) -> int:
+        """Shared memory that the copies under way take: bytes of codes (one each at most) and digits."""
+        return self.stages * self.unroll * padded * (self.rows + self.columns * planes)
 
-def tile_of_many(count: int, groups: int, planes: int) -> ManyTile:
-    """The tile for `count` rows of activations."""
-    if count <= 8:
-        return ManyTile(64, 8, 1, 5)
-    if count <= 16:
-        return ManyTile(64, 16, 1, 4)
-    if count <= 64 or planes == 3:
-        return ManyTile(64, 64, 1, 3)
-    return ManyTile(64, 128, 2 if planes == 2 and groups % 2 == 0 else 1, 3)
+
+def tile_of_many(count: int, groups: int, padded: int, planes: int, shared: int) -> ManyTile:
+    """The tile for `count` rows of activations on a device whose programs may have `shared` bytes of shared memory."""
+    even = groups % 2 == 0 and planes == 2
+    wide = (ManyTile(64, 128, 2, 3),) if even else ()
+    tiles = (
+        *((*wide, ManyTile(64, 128, 1, 3)) if count > 64 and planes < 3 else ()),
+        *((ManyTile(64, 64, 1, 3), ManyTile(64, 64, 1, 2)) if count > 16 else ()),
+        *((ManyTile(64, 16, 1, 4),) if count > 8 else ()),
+        *((ManyTile(64, 8, 1, 5),) if count <= 8 else ()),
+    )
+    smallest = ManyTile(32, 16, 1, 2)
+    return next((tile for tile in tiles if tile.shared_bytes(padded, planes) <= shared), smallest)
+
+
+@lru_cache(maxsize=1)
+def shared_limit() -> int:
+    """Bytes of shared memory that a program may have on the current device; what is left to it by the compiler's own
+    use is an eighth less."""
+    if interpret.active():
+        return 1 << 20
+    import torch
+
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    most = getattr(device, "shared_memory_per_block_optin", 0) or device.shared_memory_per_block
+    return int(most) * 7 // 8
