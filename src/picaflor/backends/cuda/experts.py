@@ -341,11 +341,12 @@ def expert_ffn(
 ) -> None:  # fmt: skip
     """out[row] = sum over k, in routing order, of weights[row, k] * expert[ids[row, k]](x[row]).
 
-    x float32 `[rows, hidden]`; ids int32 and weights float32 `[rows, top_k]`. With `pairs` float32
-    `[rows, top_k, hidden]` the single results of experts that are here are written there and `out` is left alone: fill
-    in what others computed, then `combine`. `prepared`: rows of x that exist already. `arrived`: int32 zeros, at least
-    `counters(rows * top_k, inner, hidden)`, left as zeros; with them all is done in two launches, without them the
-    activations of down are prepared and results added up by launches of their own.
+    x float32 `[rows, hidden]`; ids int32 and weights float32 `[rows, top_k]`. All chosen experts must be in the table,
+    unless `pairs` float32 `[rows, top_k, hidden]` is given: then the single results of those that are here are written
+    there and `out` is left alone: fill in what others computed, then `combine`. `prepared`: rows of x that exist
+    already. `arrived`: int32 zeros, at least `counters(rows * top_k, inner, hidden)`, left as zeros; with them all is
+    done in two launches, without them the activations of down are prepared and results added up by launches of their
+    own.
     """
     import torch
 
