@@ -436,6 +436,8 @@ class Engine:
 
     def measure_memory_limit(self) -> None:
         """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory."""
+        if self.plan.backend.on_device:
+            return  # the weights that count are not in this memory
         probe = MemoryProbe(self.weight_memory(), isa=self.isa, threads=self.threads)
         self._memory_limit = probe() if probe.nbytes else None
 
