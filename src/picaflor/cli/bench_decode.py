@@ -58,6 +58,8 @@ def command(
     _check_context(prompt_tokens, tokens, settings.ctx or DEFAULT_CONTEXT)
     with open_engine(model, settings) as engine:
         _check_context(prompt_tokens, tokens, engine.context)
+        if engine.plan.backend.on_device:
+            raise UsageError(f"bench decode measures the CPU; {engine.plan.backend.name}: benchmarks/gpu_runtime.py")
         ids = _token_ids(engine, prompt_tokens + tokens, token_seed, text)
         bench = measure_decode(
             engine,
