@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     "--token-seed", type=click.IntRange(min=0), default=1, help="Seed of the tokens that are fed. Default: 1."
 )
 @click.option("--text", type=click.Path(path_type=Path), help="Feed this file's tokens instead of random ones.")
+@click.option(
+    "--quality-record",
+    type=click.Path(path_type=Path),
+    help="Record of an earlier run whose quality figures stand for this lossy mode, instead of --text.",
+)
 @click.option("--note", default="", help="A line for the record: machine, storage, commit.")
 @table.options("bench decode")
 def command(
@@ -42,6 +47,7 @@ def command(
     repeats: int,
     token_seed: int,
     text: Path | None,
+    quality_record: Path | None,
     note: str,
     settings: Settings,
 ) -> None:
@@ -49,12 +55,14 @@ def command(
 
     The tokens are fed, not sampled, so every configuration computes the same routes. Rates are medians over repeats;
     memory is read before each repeat and after the last one, in the same process and with as many threads. Where
-    experts come from disk, so is the disk: random experts, with the reads under way that the engine has.
+    experts come from disk, so is the disk: random experts, with the reads under way that the engine has. A lossy mode
+    gets no speed without a figure of its quality: measured on the tokens of --text, or from --quality-record.
     """
     from picaflor.runtime.bench import MemoryProbe, measure_decode
     from picaflor.runtime.plan import DEFAULT_CONTEXT
 
     line = Progress()
+    _check_quality(settings, text, quality_record)
     _check_context(prompt_tokens, tokens, settings.ctx or DEFAULT_CONTEXT)
     with open_engine(model, settings) as engine:
         _check_context(prompt_tokens, tokens, engine.context)
@@ -72,10 +80,37 @@ def command(
         )
         line.clear()
         record = _record(engine, bench, prompt_tokens, token_seed, note)
+        record |= _quality(engine, ids, prompt_tokens, quality_record)
     if settings.json:
         print(json.dumps(record))
     else:
         _print(record)
+
+
+def _check_quality(settings: Settings, text: Path | None, quality_record: Path | None) -> None:
+    """Before anything is measured. Raises UsageError."""
+    from picaflor.runtime.lossy import Lossy
+
+    lossy = Lossy(settings.router_top_p, settings.experimental_expert_budget)
+    if lossy.active and text is None and quality_record is None:
+        raise UsageError(
+            f"{', '.join(lossy.names())}: no speed of a lossy mode without a figure of its quality: give --text FILE,"
+            " on whose tokens it is measured in this run, or --quality-record FILE"
+        )
+
+
+def _quality(engine: Engine, ids: list[int], prompt_tokens: int, quality_record: Path | None) -> dict[str, Any]:
+    """The active lossy modes and their damage; nothing where none is active."""
+    from picaflor.runtime.damage import read_record
+
+    modes = engine.plan.lossy.names()
+    if not modes:
+        return {}
+    if quality_record is not None:
+        quality = read_record(quality_record, model=engine.name, modes=modes)
+    else:
+        quality = engine.measure_damage(ids[:prompt_tokens], ids[prompt_tokens:]).record()
+    return {"lossy_modes": list(modes), "quality": quality}
 
 
 def _check_context(prompt_tokens: int, tokens: int, context: int) -> None:
@@ -133,6 +168,13 @@ def _print(record: dict[str, Any]) -> None:
         f" tokens ({record['tokens_per_s_min']:.2f} to {record['tokens_per_s_max']:.2f});"
         f" step p50 {1e3 * record['step_p50_s']:.2f} ms, p99 {1e3 * record['step_p99_s']:.2f} ms"
     )
+    if "quality" in record:
+        quality = record["quality"]
+        print(
+            f"LOSSY, {', '.join(record['lossy_modes'])}: mean KL {quality['mean_kl']:.4g} nats, the most likely token"
+            f" stays in {quality['same_top']:.1%} of {quality['tokens']} tokens,"
+            f" {quality['dropped']:.1%} of the experts left out"
+        )
     setup = f"{record['backend']} {record['isa']}, {counted(record['threads'], 'thread')}, {record['precision']}"
     if record["hit_rate"] is not None:
         setup += f"; hit rate {record['hit_rate']:.1%}"

@@ -22,6 +22,7 @@ from picaflor.formats.base import F32
 from picaflor.models.blocks.moe import MoE
 from picaflor.runtime import builtin
 from picaflor.runtime.bench import DiskLimit, MemoryProbe, ReadCount
+from picaflor.runtime.damage import Damage, compare
 from picaflor.runtime.diskbench import ExpertProbe
 from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
 from picaflor.runtime.kvcache import Sequence
@@ -277,6 +278,33 @@ class Engine:
             yield from self.runner.all_logits(sequence, known)
         finally:
             self.plan.pool.release(sequence)
+
+    def replay_logits(self, prompt: Ordered[int], tokens: Ordered[int], *, exact: bool) -> F32:
+        """Logits after each of the tokens that follow a prompt, float32 `[tokens, vocabulary]`.
+
+        Decoded one by one; with `exact` no lossy mode acts. Raises UsageError for an id that the model does not know.
+        """
+        start_ids, fed = checked_ids(prompt, self.vocabulary), checked_ids(tokens, self.vocabulary)
+        self._drop_cache()
+        sequence = Sequence()
+        rows = np.empty((len(fed), self.vocabulary), np.float32)
+        try:
+            self.runner.prefill(sequence, start_ids)
+            for index in range(len(fed)):
+                work = Work(sequence, fed[index : index + 1], decoded=not exact)
+                rows[index] = self.runner.step([work])[0]
+        finally:
+            self.plan.pool.release(sequence)
+        return rows
+
+    def measure_damage(self, prompt: Ordered[int], tokens: Ordered[int]) -> Damage:
+        """What the active lossy modes do to the logits after these tokens."""
+        counts = self.plan.lossy.counts
+        true = self.replay_logits(prompt, tokens, exact=True)
+        chosen, dropped = counts.chosen, counts.dropped
+        found = self.replay_logits(prompt, tokens, exact=False)
+        share = (counts.dropped - dropped) / max(1, counts.chosen - chosen)
+        return compare(true, found, dropped=share)
 
     def decode_replay(self, prompt: Ordered[int], tokens: Ordered[int]) -> list[float]:
         """Seconds of each decode step when these tokens follow the prompt, whatever the model would have chosen.
