@@ -3,6 +3,9 @@
 #pragma once
 
 #include "cpu/kernels_gemv.h"
+#if defined(__AVX512F__)
+#include "cpu/kernels_linear.h"
+#endif
 #include "cpu/kernels_prepare.h"
 #include "cpu/kernels_rows.h"
 #include "cpu/kernels_tile.h"
@@ -23,6 +26,11 @@ inline void vector_matmul(const Weight& w, const XSpec& spec, const std::byte* x
     tile_matmul(all);
     return;
   }
+#if defined(__AVX512F__)
+  if (const LinearFn linear = n == 1 ? find_linear(w.format, spec) : nullptr; linear != nullptr) {
+    return linear(all);
+  }
+#endif
   const int64_t stride = x_stride(spec);
   const int64_t step = gemv_rows(n) == n ? row_end - row_begin : kPassRows;
   for (int64_t row = row_begin; row < row_end; row += step) {

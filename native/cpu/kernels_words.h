@@ -171,19 +171,26 @@ inline void tile_scales(const Weight& w, const TileRows& rows, int64_t group, in
   }
 }
 
-// float(exact sum of signed codes times digits) from the sums over unsigned codes of each plane, in digit order.
+// float(exact sum of signed codes times digits) from sums over unsigned codes: of all digits, or with two parts of the
+// two lower digits and of the top one.
+template <int kParts>
+PICAFLOR_INLINE Isa::Float folded_value(Isa::Int low, Isa::Int top, int32_t offset, int32_t digit_sum,
+                                        int32_t top_sum) {
+  const Isa::Float value = Isa::to_float(Isa::add(low, Isa::set(-offset * digit_sum)));
+  if constexpr (kParts == 1) {
+    return value;
+  } else {
+    const Isa::Float high = Isa::to_float(Isa::add(top, Isa::set(-offset * top_sum)));
+    return Isa::fused(high, Isa::set_float(65536.0f), value);
+  }
+}
+
+// The same from the sums of each plane, in digit order.
 template <int kPlanes>
 PICAFLOR_INLINE Isa::Float group_value(const Isa::Int* sums, int32_t offset, int32_t digit_sum, int32_t top_sum) {
-  const Isa::Int correction = Isa::set(-offset * digit_sum);
-  if constexpr (kPlanes == 1) {
-    return Isa::to_float(Isa::add(sums[0], correction));
-  } else if constexpr (kPlanes == 2) {
-    return Isa::to_float(Isa::add(Isa::add(Isa::times256(sums[0]), sums[1]), correction));
-  } else {
-    const Isa::Float top = Isa::to_float(Isa::add(sums[0], Isa::set(-offset * top_sum)));
-    const Isa::Float low = Isa::to_float(Isa::add(Isa::add(Isa::times256(sums[1]), sums[2]), correction));
-    return Isa::fused(top, Isa::set_float(65536.0f), low);
-  }
+  constexpr int kParts = kPlanes == 3 ? 2 : 1;
+  const Isa::Int low = kPlanes == 1 ? sums[0] : Isa::add(Isa::times256(sums[kPlanes == 3 ? 1 : 0]), sums[kPlanes - 1]);
+  return folded_value<kParts>(low, sums[0], offset, digit_sum, top_sum);
 }
 
 // One call of KernelTable::matmul.
