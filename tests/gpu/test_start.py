@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from picaflor.backends.cuda import capabilities
 from picaflor.backends.table import CapabilityTable
 from picaflor.errors import UnsupportedKernel
 from picaflor.formats import REGISTRY
-from picaflor.runtime.plan import EngineOptions, load_backend
+from picaflor.runtime.plan import EngineOptions, automatic_choice, load_backend
 
 
 def load(name: str) -> Any:
@@ -45,6 +46,12 @@ def test_the_cpu_backend_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_auto_tells_of_a_device_that_it_does_not_use(tmp_path: Path) -> None:
+    assert automatic_choice({"cuda": tmp_path / "none"}) == ""
+    said = automatic_choice({"cuda": tmp_path / "none", "rocm": tmp_path})
+    assert said.startswith("--backend auto is the CPU: no run has measured which is faster; --backend rocm uses the GPU")
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm"])

@@ -7,6 +7,7 @@ may refuse), and only then the bytes.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
 BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda"}
 """By name, the package under `backends` that has it."""
+DEVICE_FILES: Mapping[str, Path] = {"cuda": Path("/dev/nvidia0"), "rocm": Path("/dev/kfd")}
+"""What the system shows where a driver for such devices is loaded."""
 DEFAULT_CONTEXT = 4096
 LOSSY_BACKENDS = ("cpu",)
 MAX_LOGIT_BYTES = 64 << 20
@@ -196,6 +199,19 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
         **device,
     )
     return backend
+
+
+def automatic_choice(devices: Mapping[str, Path] = DEVICE_FILES) -> str:
+    """What `--backend auto` chose and why, where there was a choice: in words, empty where the CPU is all there is.
+
+    Neither torch nor Triton is imported for it.
+    """
+    name = next((name for name, path in devices.items() if path.exists()), "")
+    if not name:
+        return ""
+    missing = [part for part in ("torch", "triton") if importlib.util.find_spec(part) is None]
+    first = f" once {' and '.join(missing)} are installed" if missing else ""
+    return f"--backend auto is the CPU: no run has measured which is faster; --backend {name} uses the GPU{first}"
 
 
 def backend_part(name: str, part: str) -> Any:
@@ -356,6 +372,8 @@ def _assemble(
     tokenizer = open_tokenizer(path, model, context)
     chat_template = ChatTemplate.open(path)
     held = process_memory()
+    if options.backend == "auto" and (choice := automatic_choice()):
+        notices.tell(choice)
     backend = load_backend(options, notices.note)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
     mapped = open_mapped(container, experts, options, on_host=not backend.on_device)
