@@ -1,6 +1,6 @@
 """Fewer experts than the router chose: the one definition of the lossy modes, for every backend.
 
-Knows choices and weights as arrays; must not know programs, devices or who asked. docs/engine.md says what it costs.
+Knows choices and weights as arrays; must not know programs, devices or who asked. docs/lossy.md says what it costs.
 """
 
 from __future__ import annotations
