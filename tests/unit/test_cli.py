@@ -348,6 +348,13 @@ def test_progress_names_sizes_and_cuts_no_number(stage: str, done: int, total: i
     assert progress_text(stage, done, total, width) == text
 
 
+def test_progress_tells_the_time_that_is_left_where_there_is_room() -> None:
+    assert progress_text("reading the prompt", 500, 2000, 79, 40.4) == "reading the prompt 500 of 2000 (25%), 40 s left"
+    assert progress_text("reading the prompt", 500, 2000, 40, 40.4) == "reading the prompt 500 of 2000 (25%)"
+    assert progress_text("repeat", 1, 2, 79, 200) == "repeat 1 of 2 (50%), 3 min left"
+    assert progress_text("repeat", 1, 2, 79, 7500) == "repeat 1 of 2 (50%), 2 h 5 min left"
+
+
 # errors in one place
 
 

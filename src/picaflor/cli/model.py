@@ -27,7 +27,9 @@ STDIN = "-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PATH_START = ("/", "./", "../", "~/")
 _PROGRESS_PERIOD_S = 0.1
-_BYTE_STAGES = frozenset({"loading resident weights", "loading experts", "reading", "writing"})
+_SURE_S = 2.0
+"""A stage that has taken less says nothing about how long it will take."""
+_BYTE_STAGES = frozenset({"loading resident weights", "loading experts", "reading", "writing", "verifying"})
 """Stages whose progress counts bytes."""
 
 
@@ -170,11 +172,23 @@ def open_engine(word: str | None, settings: Settings) -> Iterator[Engine]:
             progress.clear()
 
 
-def progress_text(stage: str, done: int, total: int, width: int) -> str:
+def time_left(seconds: float) -> str:
+    """As "40 s left", "3 min left", "2 h 5 min left"; empty where there is nothing to go by."""
+    if seconds <= 0:
+        return ""
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    minutes = round(seconds / 60)
+    return f"{minutes} min left" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min left"
+
+
+def progress_text(stage: str, done: int, total: int, width: int, left_s: float = 0.0) -> str:
     """One line of at most `width` columns: it loses words, never a part of a number."""
     share = f"{done / total:.0%}"
     show = format_bytes if stage in _BYTE_STAGES else str
-    texts = (f"{stage} {show(done)} of {show(total)} ({share})", f"{stage} {share}", share, "")
+    whole = f"{stage} {show(done)} of {show(total)} ({share})"
+    left = time_left(left_s)
+    texts = (*([f"{whole}, {left}"] if left else []), whole, f"{stage} {share}", share, "")
     return next(text for text in texts if len(text) <= max(width, 0))
 
 
@@ -185,17 +199,23 @@ class Progress:
         self._on = sys.stderr.isatty()
         self._next = time.monotonic() + _PROGRESS_PERIOD_S
         self._shown = False
+        self._began = ("", 0, 0.0)  # stage, what was done when it was first told, and when
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if done >= total:
             self.clear()  # never held back: text may follow on the same terminal
             return
         now = time.monotonic()
+        if self._began[0] != stage or done < self._began[1]:
+            self._began = (stage, done, now)
         if not self._on or now < self._next:
             return
         self._next = now + _PROGRESS_PERIOD_S
         columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        text = progress_text(stage, done, total, columns - 1)
+        _, first, began = self._began
+        sure = now - began >= _SURE_S and done > first
+        left_s = (now - began) * (total - done) / (done - first) if sure else 0.0
+        text = progress_text(stage, done, total, columns - 1, left_s)
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
         self._shown = True
 
