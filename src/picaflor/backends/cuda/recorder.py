@@ -432,11 +432,18 @@ class CudaRecorder:
             self._select("expert_ffn", name, f"experts of layer {layer}")
         held = self._tier.add_layer(layer, layouts, hidden=x.width)
         v, i, w, o = _view(x), _view(ids, "i32"), _view(weights), _view(out)
+        kinds = {needs(m.format, m.group_size, self._precision) for e in layouts for m in (e.gate, e.up)}
+        rooms = [(wanted, *self._prepared_rows(x, wanted)) for wanted in kinds if wanted is not None]
 
         def run(frame: Frame, space: Space) -> None:
             assert frame.experts is not None
-            self._tier.compute(held, v[: space.count], i[: space.count], w[: space.count], o[: space.count],
-                               frame.experts)  # fmt: skip
+            given = v[: space.count]
+            for wanted, room, fresh in rooms:
+                if fresh:
+                    prepare(given, wanted, into=room)
+            prepared = [room for _, room, _ in rooms]
+            self._tier.compute(held, given, i[: space.count], w[: space.count], o[: space.count], frame.experts,
+                               prepared)  # fmt: skip
 
         options = {"layer": layer, "layouts": layouts}
         self._record("expert_ffn", "experts", run, (x, ids, weights, out), options, name="experts")

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
 from picaflor.backends.cuda.experts import ExpertTable, combine, expert_ffn, table_for
+from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.staging import Staging
 from picaflor.errors import OutOfBudget
@@ -249,12 +250,23 @@ class ExpertTier:
     # ---- calls ----
 
     def compute(
-        self, held: HeldLayer, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, provider: ExpertProvider
+        self,
+        held: HeldLayer,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        out: Tensor,
+        provider: ExpertProvider,
+        prepared: Sequence[Prepared] = (),
     ) -> None:
-        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x). Raises ReadFailed."""
+        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x). Raises ReadFailed.
+
+        `prepared`: rows of x that exist already.
+        """
         if held.complete:
             assert held.table is not None
-            expert_ffn(x, ids, weights, held.table, out, self._precision, arrived=self._counts(held, ids))
+            counts = self._counts(held, ids)
+            expert_ffn(x, ids, weights, held.table, out, self._precision, prepared=prepared, arrived=counts)
             return
         chosen: I32 = ids.cpu().numpy()
         if chosen.min() < 0 or chosen.max() >= len(held.layouts):
@@ -268,7 +280,8 @@ class ExpertTier:
         if here:
             if held.table is None:
                 held.table = self._table(held, held.slots)
-            self._part(held, held.table, x, ids, weights, out, pairs, [held.slots[number] for number in here])
+            slots = [held.slots[number] for number in here]
+            self._part(held, held.table, x, ids, weights, out, pairs, slots, prepared)
         if len(missing):
             busy = {(held.layer, number) for number in wanted}
             with provider.acquire(held.layer, missing) as lease:
@@ -277,13 +290,14 @@ class ExpertTier:
                     for some in self._sent_for(held, given, busy):
                         self._settle()
                         table = self._table(held, some)
-                        self._part(held, table, x, ids, weights, out, pairs, list(some.values()))
+                        self._part(held, table, x, ids, weights, out, pairs, list(some.values()), prepared)
         combine(pairs, weights, out)
 
     def _part(self, held: HeldLayer, table: ExpertTable, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor,
-              pairs: Tensor, slots: Sequence[Slot]) -> None:  # fmt: skip
+              pairs: Tensor, slots: Sequence[Slot], prepared: Sequence[Prepared]) -> None:  # fmt: skip
         """The single results of the experts in `table`."""
-        expert_ffn(x, ids, weights, table, out, self._precision, pairs=pairs, arrived=self._counts(held, ids))
+        counts = self._counts(held, ids)
+        expert_ffn(x, ids, weights, table, out, self._precision, pairs=pairs, prepared=prepared, arrived=counts)
         assert self._staging is not None
         event = self._staging.used()
         for slot in slots:
