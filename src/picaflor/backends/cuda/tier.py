@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
-from picaflor.backends.cuda.experts import ExpertTable, combine, expert_ffn, table_for
+from picaflor.backends.cuda.experts import ExpertTable, combine, counters, expert_ffn, table_for
 from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.staging import Staging
@@ -306,7 +306,7 @@ class ExpertTier:
     def _counts(self, held: HeldLayer, ids: Tensor) -> Tensor:
         """Zeroed counters for one call, shared by all calls: each leaves them as it found them."""
         inner = max(layout.gate.rows for layout in held.layouts)
-        needed = ids.shape[0] * ids.shape[1] * (inner // 16 + 1)
+        needed = counters(ids.shape[0] * ids.shape[1], inner, held.hidden)
         if self._arrived is None or self._arrived.numel() < needed:
             self._arrived = torch.zeros(needed, dtype=torch.int32, device=self._device)
             self._counters_kept.append(self._arrived)  # a captured graph goes on using its own
