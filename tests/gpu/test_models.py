@@ -56,6 +56,16 @@ def test_experts_that_are_sent_for(slots: int, expected: Any) -> None:
         assert not backend.tier.all_here
 
 
+def test_a_layer_that_happens_to_be_here_as_a_whole(expected: Any) -> None:
+    """With one slot less than experts: the next layers take slots from it again."""
+    with opened(GLM, backend="cuda") as engine:
+        backend: Any = engine.plan.backend
+        backend.tier.most_slots = 15
+        found = [logits(engine, IDS, chunk=8), logits(engine, IDS[:2], chunk=2)]
+    assert same_bits(found[0], expected)
+    assert same_bits(found[1], expected[:2])
+
+
 def test_less_memory_while_running(expected: Any) -> None:
     warnings: list[str] = []
     with opened(GLM, backend="cuda", warnings=warnings) as engine:

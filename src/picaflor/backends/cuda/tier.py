@@ -57,11 +57,6 @@ class HeldLayer:
     def __post_init__(self) -> None:
         self.heat = np.zeros(len(self.layouts))
 
-    @property
-    def complete(self) -> bool:
-        """Whether every expert is here."""
-        return len(self.slots) == len(self.layouts)
-
 
 @dataclass(slots=True)
 class TierCounters:
@@ -76,12 +71,13 @@ class TierCounters:
 class ExpertTier:
     """All slots of one device. `free()` says how many bytes experts may take (asked when the first call comes);
     `notice` gets a line where that was too much. `version` changes with the memory of the slots. `most_slots`
-    bounds them where it is set before the first call.
+    bounds them where it is set before the first call. `all_here`: every expert is, and no call asks the host.
     """
 
     def __init__(self, device: Any, precision: str, *, free: Callable[[], int], notice: Callable[[str], None]) -> None:
         self.counters = TierCounters()
         self.version = 0
+        self.all_here = False
         self._device = device
         self._precision = precision
         self._free_bytes = free
@@ -134,11 +130,6 @@ class ExpertTier:
         """Slots that were taken, 0 before the first call."""
         return 0 if self._memory is None else int(self._memory.shape[0])
 
-    @property
-    def all_here(self) -> bool:
-        """Whether no call will ask the host."""
-        return bool(self._layers) and all(held.complete for held in self._layers.values())
-
     def prepare(self, provider: ExpertProvider | None) -> None:
         """Take memory, and copy all experts where all fit. Called before each run; does nothing the second time."""
         if provider is None or not self._layers:
@@ -151,6 +142,7 @@ class ExpertTier:
         if self.slots >= self.experts and not self.all_here:
             for held in self._layers.values():
                 self._bring_all(held, provider)
+            self.all_here = True
 
     def shrink(self) -> bool:
         """Give a quarter of the slots back after the device ran out of memory. False where nothing is left to give."""
@@ -193,6 +185,7 @@ class ExpertTier:
     def _forget(self) -> None:
         """Nothing is here any more."""
         self.version += 1
+        self.all_here = False
         self._memory, self._staging, self._free, self._passing, self._kept = None, None, [], [], {}
         self._provider = None
         for held in self._layers.values():
@@ -263,7 +256,7 @@ class ExpertTier:
 
         `prepared`: rows of x that exist already.
         """
-        if held.complete:
+        if self.all_here:
             assert held.table is not None
             counts = self._counts(held, ids)
             expert_ffn(x, ids, weights, held.table, out, self._precision, prepared=prepared, arrived=counts)
