@@ -21,11 +21,11 @@ from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.threads import default_threads
 from picaflor.backends.cuda import capabilities, interpret
 from picaflor.backends.cuda.capabilities import HOST, Name
-from picaflor.backends.cuda.host import HostTwin
 from picaflor.backends.cuda.program import DeviceFailed
 from picaflor.backends.cuda.recorder import CudaRecorder
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
+from picaflor.backends.host import HostTwin
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
@@ -132,7 +132,7 @@ class CudaBackend:
     def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> CudaRecorder:
         """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
         sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
-        twin = HostTwin(open=self._host, sizes=sizes, fetch=_no_page, failed=self._failed)
+        twin = HostTwin(open=self._host, sizes=sizes, fetch=_no_page, failed=self._failed, values=_values)
         recorder = CudaRecorder(
             backend=self.name,
             device=self.device,
@@ -225,6 +225,11 @@ class CudaBackend:
 
 def _no_page(plane: object, page: int) -> F32:
     raise RuntimeError(f"page {page} of {plane} was asked for before a recorder was made")
+
+
+def _values(vector: Vector) -> F32:
+    values: F32 = vector.handle.cpu().numpy()
+    return values
 
 
 def open_backend(

@@ -22,8 +22,8 @@ from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
 if TYPE_CHECKING:
-    from picaflor.backends.cuda.host import HostTwin
     from picaflor.backends.cuda.tier import ExpertTier
+    from picaflor.backends.host import HostTwin
 
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""

@@ -28,13 +28,13 @@ from picaflor.backends.api import (
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.formats import Needs, needs
-from picaflor.backends.cuda.host import FINISH, Call, HostTwin
 from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import HeldMatrix
+from picaflor.backends.host import FINISH, Call, HostTwin
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
 

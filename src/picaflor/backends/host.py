@@ -1,6 +1,6 @@
-"""The host's copy of what was recorded: what computes on when a call of the device has failed.
+"""The host's copy of what was recorded on a device: what computes on when a call of the device has failed.
 
-Knows the CPU backend and the recorder contract; must not know kernels of a device. Nothing is recorded and no memory is
+Knows the CPU backend and the recorder contract; must not know any device. Nothing is recorded and no memory is
 taken before it is needed. Keys and values come over page by page, through the same `kv_write` as everywhere.
 """
 
@@ -33,14 +33,16 @@ class Call:
 class HostTwin:
     """All programs of one recorder, on the CPU backend.
 
-    `open` makes that backend, `fetch(plane, page)` gives a page's values `[tokens, width]` from the device, `failed`
-    is told the reason of the switch (and may raise). After `take_over` all programs run here.
+    `open` makes that backend, `fetch(plane, page)` gives a page's values `[tokens, width]` from the device,
+    `values(vector)` those of a vector, `failed` is told the reason of the switch (and may raise). A weight's handle has
+    its planes on the host as `host`. After `take_over` all programs run here.
     """
 
     open: Callable[[], CpuBackend]
     sizes: dict[str, int]
     fetch: Callable[[KVPlane, int], F32]
     failed: Callable[[str], None]
+    values: Callable[[Vector], F32]
     calls: list[Call] = field(default_factory=list)
     planes: list[KVPlane] = field(default_factory=list)
     active: bool = False
@@ -95,7 +97,7 @@ class HostTwin:
             return self._backend.weight(word.name, word.format, shape, word.group_size, word.handle.host)
         if isinstance(word, Vector):
             assert self._backend is not None
-            return self._backend.vector(word.name, word.handle.cpu().numpy())
+            return self._backend.vector(word.name, self.values(word))
         if isinstance(word, MLA):
             parts = {name: self._translated(recorder, getattr(word, name)) for name in ("kv_b", "latent", "rope_key")}
             return MLA(**parts, heads=word.heads, nope=word.nope, rope=word.rope, value=word.value, scale=word.scale)
