@@ -50,7 +50,7 @@ def planned(*words: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_headers_alone_give_the_numbers_of_the_whole_model(headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*RATES, "--expert-slots", "6", "--ram", "400MiB")
+    words = (*RATES, "--expert-slots", "6", "--ram", "4GiB")
     whole = planned(str(builtin.folder()), *words, capsys=capsys)
     bare = planned(str(headers), *words, capsys=capsys)
     for name in ("experts", "expert_bytes", "slots_per_layer", "bytes_per_token", "speed", "all_in_memory"):
@@ -63,7 +63,7 @@ def test_headers_alone_give_the_numbers_of_the_whole_model(headers: Path, capsys
 
 def test_given_rates_are_worked_out(capsys: pytest.CaptureFixture[str]) -> None:
     """7 layers, top 4 of 24, experts of 55,296 bytes; 60 % of 10 GB/s multiply, 1 GB/s read, 6 of 24 in memory."""
-    record = planned(*RATES, "--expert-slots", "6", "--ram", "400MiB", capsys=capsys)
+    record = planned(*RATES, "--expert-slots", "6", "--ram", "4GiB", capsys=capsys)
     total = sum(record["bytes_per_token"].values())
     assert record["bytes_per_token"]["experts"] == 7 * 4 * 55_296
     assert record["expert_bytes"] == 7 * 24 * 55_296
@@ -89,7 +89,7 @@ def test_given_rates_are_worked_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_measured_is_kept_and_used_again(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--expert-slots", "6", "--ram", "400MiB", "--threads", "1")
+    words = ("--expert-slots", "6", "--ram", "4GiB", "--threads", "1")
     first = planned(*words, capsys=capsys)
     assert first["rates"]["from"] == "multiplying: measured now, reads: measured now"
     assert first["speed"]["tokens_per_s"] > 0
@@ -101,24 +101,24 @@ def test_what_is_measured_is_kept_and_used_again(state: Path, capsys: pytest.Cap
 
 
 def test_an_unknown_disk_is_unknown_and_not_zero(headers: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--memory-rate", "10GB", "--expert-slots", "6", "--ram", "400MiB")
+    words = ("--memory-rate", "10GB", "--expert-slots", "6", "--ram", "4GiB")
     record = planned(str(headers), *words, capsys=capsys)
     assert record["speed"] is None
     assert record["rates"]["read_bytes_per_s"] is None
     assert cli.main(["plan", str(headers), *words]) == 0
     text = capsys.readouterr().out
     assert "unknown without the disk's rate (--disk-rate); at most " in text
-    fits = planned(str(headers), "--memory-rate", "10GB", "--ram", "400MiB", capsys=capsys)
+    fits = planned(str(headers), "--memory-rate", "10GB", "--ram", "4GiB", capsys=capsys)
     assert fits["speed"] == fits["all_in_memory"]
 
 
 def test_every_number_has_its_source(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", *RATES, "--ram", "300MiB"]) == 0
+    assert cli.main(["plan", *RATES, "--ram", "4GiB"]) == 0
     out, err = capsys.readouterr()
     assert err == "demo model, 27 M parameters\n"
     memory = [line for line in out.splitlines() if line[10:].lstrip().startswith(("--ram", "host", "cgroup", "ulimit"))]
     assert len(memory) == 4
-    assert memory[0].split() == ["memory", "--ram", "300", "MiB", "given", "<-", "the", "smallest", "counts"]
+    assert memory[0].split() == ["memory", "--ram", "4", "GiB", "given", "<-", "the", "smallest", "counts"]
     for part in ("resident weights", "(--ctx)", "in all, ", "threads    ", "168 of 168 in memory (100%)", "tok/s"):
         assert part in out
 
@@ -131,7 +131,7 @@ def test_a_budget_that_does_not_hold_is_refused_with_its_numbers(capsys: pytest.
 
 
 def test_the_plan_is_the_ledger_of_a_run() -> None:
-    options = EngineOptions(ram_bytes=200 * MIB, expert_slots=5, threads=1)
+    options = EngineOptions(ram_bytes=4096 * MIB, expert_slots=5, threads=1)
     plan = sketch(builtin.folder(), options, Notices())
     with Engine.open(None, options) as engine:
         run = engine.plan.ledger
@@ -164,7 +164,7 @@ def test_replayed_routes_decide_the_hit_rate(tmp_path: Path, capsys: pytest.Capt
     """The same four experts all the time: six slots hold them after the first token."""
     chosen = np.tile(np.arange(4, dtype=np.uint8), (50, 7, 1))
     Routes.from_tokens(chosen, experts=24, expert_bytes=55_296, first_layer=1).write(tmp_path / "routes")
-    words = (*RATES, "--expert-slots", "6", "--ram", "400MiB")
+    words = (*RATES, "--expert-slots", "6", "--ram", "4GiB")
     record = planned(*words, "--replay", str(tmp_path / "routes"), capsys=capsys)
     assert record["speed"]["hit_rate"] == pytest.approx(49 / 50)
     assert record["routes"] == "replay of 350 recorded requests"
@@ -173,6 +173,6 @@ def test_replayed_routes_decide_the_hit_rate(tmp_path: Path, capsys: pytest.Capt
 
 def test_int3_takes_its_share_of_the_bytes() -> None:
     """3.5 bits and a scale per 64 in 28 bytes, against 4 bits and a float32 per 64: 28 of 36 bytes."""
-    plan = sketch(builtin.folder(), EngineOptions(ram_bytes=200 * MIB), Notices())
+    plan = sketch(builtin.folder(), EngineOptions(ram_bytes=4096 * MIB), Notices())
     plan.close()
     assert int3_share(plan) == pytest.approx(28 / 36)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,15 @@ class FakeEngine:
         self.replays.append((list(prompt), list(tokens)))
         return [0.5] * len(tokens)
 
+    plan = SimpleNamespace(
+        backend=SimpleNamespace(name="cpu", on_device=False), lossy=SimpleNamespace(names=lambda: ()), store=None
+    )
+
     def weight_memory(self) -> list[Any]:
         return []
+
+    def disk_limit(self) -> None:
+        return None
 
     def bytes_per_token(self) -> dict[str, int]:
         return {"experts": 3_000_000, "head": 1_000_000}

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def plan() -> Sketch:
-    return sketch(builtin.folder(), EngineOptions(ram_bytes=300 * MIB, threads=1), Notices())
+    return sketch(builtin.folder(), EngineOptions(ram_bytes=4096 * MIB, threads=1), Notices())
 
 
 def test_a_step_over_blank_memory_reads_no_weight(plan: Sketch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,4 +301,5 @@ class FaultyLease:
 
 def changed_batch(batch: Batch, **fields: Array) -> Batch:
     """A batch with other fields."""
-    return replace(batch, **{name: np.ascontiguousarray(values, np.int32) for name, values in fields.items()})
+    changed: dict[str, Any] = {name: np.ascontiguousarray(values, np.int32) for name, values in fields.items()}
+    return replace(batch, **changed)
