@@ -1,0 +1,83 @@
+"""What a device checks of a batch before it computes, and positions as keys see them; numpy only.
+
+Knows batches and pages; must not know any device, operation or model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from picaflor.backends.api import I32, Batch
+from picaflor.formats.base import F32
+
+
+@dataclass(slots=True)
+class Limits:
+    """Sizes that batches must fit. `pages` pages of `page_tokens` tokens; `touched`: pages that were written to."""
+
+    max_rows: int
+    max_outputs: int
+    pages: int
+    page_tokens: int
+    touched: set[int] = field(default_factory=set)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that all pages hold."""
+        return self.pages * self.page_tokens
+
+    def check(self, batch: Batch) -> None:
+        """Raises ValueError for a batch that does not fit; remembers the pages that it writes to."""
+        rows, outputs = len(batch.tokens), len(batch.outputs)
+        if len(batch.sequences) != rows or len(batch.positions) != rows:
+            raise ValueError("tokens, sequences and positions of a batch differ in length")
+        if rows > self.max_rows:
+            raise ValueError(f"a batch of {rows} rows, at most {self.max_rows} fit")
+        if outputs > self.max_outputs:
+            raise ValueError(f"a batch with {outputs} outputs, at most {self.max_outputs} fit")
+        _inside(batch.outputs, rows, "output row {} of a batch of {} rows")
+        _inside(batch.sequences, batch.pages.shape[0], "a row is of sequence {} of {}")
+        limit = min(batch.pages.shape[1] * self.page_tokens, self.capacity)
+        _inside(batch.positions, limit, "a row is at position {}, the page table has {} positions")
+        for sequence, position in last_positions(batch).items():
+            used = batch.pages[sequence, : position // self.page_tokens + 1]
+            _inside(used, self.pages, f"page {{}} of sequence {sequence}, there are {{}} pages")
+        self.touched.update(batch.pages[batch.sequences, batch.positions // self.page_tokens].tolist())
+
+    def places(self, batch: Batch, sequence: int, count: int) -> I32:
+        """Where the first `count` tokens of a sequence lie, as tokens counted over all pages, int32 `[count]`."""
+        positions = np.arange(count, dtype=np.int32)
+        pages = batch.pages[sequence, positions // self.page_tokens]
+        return (pages * self.page_tokens + positions % self.page_tokens).astype(np.int32)
+
+    def own_places(self, batch: Batch) -> I32:
+        """Where the batch's own rows are stored, int32 `[rows]`."""
+        pages = batch.pages[batch.sequences, batch.positions // self.page_tokens]
+        return (pages * self.page_tokens + batch.positions % self.page_tokens).astype(np.int32)
+
+
+def last_positions(batch: Batch) -> dict[int, int]:
+    """The last position of each sequence that has rows."""
+    last: dict[int, int] = {}
+    for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
+        last[sequence] = max(position, last.get(sequence, 0))
+    return last
+
+
+def _inside(values: I32, limit: int, text: str) -> None:
+    bad = values[(values < 0) | (values >= limit)]
+    if len(bad):
+        raise ValueError(text.format(int(bad[0]), limit))
+
+
+def rope_lines(dims: int, theta: float, start: int, stop: int) -> tuple[F32, F32]:
+    """cos and sin of positions `start .. stop`, `[stop - start, dims / 2]`.
+
+    In long double like the CPU's, so that the rounded float32 depends on no library's choice.
+    """
+    half = dims // 2
+    exponents = np.longdouble(-2.0) * np.arange(half, dtype=np.longdouble) / np.longdouble(dims)
+    angles = np.arange(start, stop, dtype=np.longdouble)[:, None] * np.power(np.longdouble(theta), exponents)
+    return np.cos(angles).astype(np.float64).astype(np.float32), np.sin(angles).astype(np.float64).astype(np.float32)
