@@ -310,6 +310,12 @@ class Settings:
         "Which experts stay in memory; auto tries all on the live routes and has the best in force.",
         ENGINE_COMMANDS,
     )
+    prefetch: str = _option(
+        _choice("auto", "on", "off"),
+        "auto",
+        "Read experts of the next layer before they are asked for; auto measures whether that pays and else leaves it.",
+        ENGINE_COMMANDS,
+    )
     usage: str = _option(
         _text("auto, off or a path"),
         "auto",

@@ -29,16 +29,25 @@ def play(options: EngineOptions, tokens: int = 60) -> tuple[LayerCounters, list[
     return total, rows.argmax(axis=1).tolist(), warnings
 
 
+@pytest.mark.parametrize("prefetch", ["off", "on"])
 @pytest.mark.parametrize("policy", ["auto", "lru"])
 @pytest.mark.parametrize("slots", [3, 6, 12])
-def test_the_report_is_the_replays_prediction(tmp_path: Path, slots: int, policy: str) -> None:
-    """Requests of one token fit the slots, so nothing depends on when a read ends: equal to the last hit and byte."""
+def test_the_report_is_the_replays_prediction(tmp_path: Path, slots: int, policy: str, prefetch: str) -> None:
+    """Requests of one token fit the slots, so nothing depends on when a read ends: equal to the last hit and byte.
+
+    Reading ahead changes when a miss is read, and no decision of a policy: what was in a slot is the same.
+    """
     path = tmp_path / "routes"
-    total, _, _ = play(EngineOptions(expert_slots=slots, policy=policy, prefill_chunk=1, record_routes=path))
+    options = EngineOptions(expert_slots=slots, policy=policy, prefill_chunk=1, record_routes=path, prefetch=prefetch)
+    total, _, _ = play(options)
     routes = Routes.read(path)
     assert (len(routes), routes.experts_per_token, len(routes.layers)) == (60 * 7, 4, 7)
     found = replay(routes, slots=slots, policy=policy)
-    assert (found.hits, found.loads, found.read_bytes) == (total.hits, total.loaded, total.read_bytes)
+    missed = total.prefetched + total.joined + total.loaded
+    wanted_bytes = total.read_bytes - total.wasted_bytes
+    assert (found.hits, found.loads, found.read_bytes) == (total.pinned + total.lru, missed, wanted_bytes)
+    assert (total.prefetched + total.late > 0) == (prefetch == "on")
+    assert total.joined == total.late
     assert found.steps == found.decode.steps == 60
     assert 0 < found.hits < found.asked
 

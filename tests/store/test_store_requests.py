@@ -19,7 +19,8 @@ from store_harness import FakePool, Model, Outcome, Status, ids, make_model, wro
 from picaflor.errors import ReadFailed
 from picaflor.store.policy.ranked import lru
 from picaflor.store.sources import Place
-from picaflor.store.store import ExpertStore, Lease, PinnedLease
+from picaflor.store.lease import Lease, PinnedLease
+from picaflor.store.store import ExpertStore
 from picaflor.store.types import ExpertKey
 
 

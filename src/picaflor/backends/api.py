@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -210,6 +210,19 @@ class ExpertProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class AheadProvider(ExpertProvider, Protocol):
+    """A provider that reads ahead what a program expects to ask for next."""
+
+    def reads_ahead(self, layer: int) -> bool:
+        """Whether to tell `expect` about a layer; asked in steps of a few rows only."""
+        ...
+
+    def expect(self, layer: int, experts: I32) -> None:
+        """Distinct experts that will probably be asked for, the likeliest first. Returns at once; raises nothing."""
+        ...
+
+
 class Program(Protocol):
     """A recorded forward pass."""
 
@@ -299,9 +312,20 @@ class Recorder(Protocol):
         ...
 
     def experts(
-        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+        self,
+        x: Rows,
+        ids: Rows,
+        weights: Rows,
+        out: Rows,
+        *,
+        layer: int,
+        layouts: Sequence[ExpertLayout],
+        beside: Callable[[], None] | None = None,
     ) -> None:
-        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x); `layouts[e]` for each expert."""
+        """out = sum over k, in routing order, of weights[k] * expert[ids[k]](x); `layouts[e]` for each expert.
+
+        `beside` records what neither needs out nor writes to any of these rows: it may run while experts are read.
+        """
         ...
 
     def select_outputs(self, x: Rows, out: Rows) -> None:

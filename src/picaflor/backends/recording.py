@@ -228,10 +228,18 @@ class DeviceRecorder(ABC):
         self._record("router", "router", self._select("router"), (logits, bias, ids, weights), {"spec": spec})
 
     def experts(
-        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+        self,
+        x: Rows,
+        ids: Rows,
+        weights: Rows,
+        out: Rows,
+        *,
+        layer: int,
+        layouts: Sequence[ExpertLayout],
+        beside: Callable[[], None] | None = None,
     ) -> None:
-        """out = weighted sum of the chosen experts, in routing order. One matrix that the host must do takes the whole
-        layer there."""
+        """out = weighted sum of the chosen experts, in routing order, then what `beside` records. One matrix that the
+        host must do takes the whole layer there."""
         check(x.width == out.width, f"experts: {x.width} to {out.width}")
         check(not overlap(x, out), "experts: out aliases x")
         whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
@@ -246,6 +254,8 @@ class DeviceRecorder(ABC):
         cell = next((cell for cell in cells if cell.backend != self._backend), cells[0])
         options = {"layer": layer, "layouts": layouts}
         self._record("experts", "experts", cell, (x, ids, weights, out), options)
+        if beside is not None:
+            beside()
 
     # ---- helpers ----
 

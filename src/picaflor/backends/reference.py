@@ -403,7 +403,15 @@ class ReferenceRecorder:
         self._record("router", operation)
 
     def experts(
-        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+        self,
+        x: Rows,
+        ids: Rows,
+        weights: Rows,
+        out: Rows,
+        *,
+        layer: int,
+        layouts: Sequence[ExpertLayout],
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """out = the weighted sum of the chosen experts, in routing order."""
         _check(x.width == out.width, f"experts from {x.width} to {out.width}")
@@ -433,6 +441,8 @@ class ReferenceRecorder:
             _part(out, count)[:] = total
 
         self._record("experts", operation)
+        if beside is not None:
+            beside()
 
     def select_outputs(self, x: Rows, out: Rows) -> None:
         """out = the batch's output rows, packed; later operations act on those."""

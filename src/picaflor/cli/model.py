@@ -147,6 +147,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         fail_after=settings.fail_after,
         tuned=tuned_entries(settings),
         policy=settings.policy,
+        prefetch=settings.prefetch,
         usage=None if settings.usage in ("auto", "off") else Path(settings.usage).expanduser(),
         state=state_folder() if settings.usage == "auto" else None,
         record_routes=settings.record_routes,

@@ -364,7 +364,7 @@ class Engine:
         return DiskLimit(
             rate=probe,
             counted=lambda: ReadCount(store.counters.total().read_bytes, physical_read_bytes()),
-            decoded=lambda: self._decode.read_bytes,
+            decoded=lambda: self._decode.read_bytes - self._decode.wasted_bytes,
         )
 
     def _counts(self) -> _Counts:
@@ -396,6 +396,10 @@ class Engine:
             seconds=seconds,
             hits_pinned=end.store.pinned - start.store.pinned,
             hits_lru=end.store.lru - start.store.lru,
+            hits_prefetched=end.store.prefetched - start.store.prefetched,
+            prefetch_late=end.store.late - start.store.late,
+            prefetch_wasted=end.store.wasted - start.store.wasted,
+            wasted_bytes=end.store.wasted_bytes - start.store.wasted_bytes,
             joined=end.store.joined - start.store.joined,
             loads=end.store.loaded - start.store.loaded,
             read_bytes=end.store.read_bytes - start.store.read_bytes,

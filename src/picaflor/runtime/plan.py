@@ -37,6 +37,7 @@ from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
+from picaflor.store.ahead import AHEAD_SLOTS
 from picaflor.store.budget import Item, Ledger, fit, memory_sources, process_memory
 from picaflor.store.mapped import MappedStore, lies_in_memory
 from picaflor.store.policy.base import LayerCache, PolicyFactory
@@ -102,7 +103,7 @@ class EngineOptions:
     `policy`: which experts stay in memory (`store.policy.choose`). `usage`: the file of the usage history, else one in
     the folder of `state`; none without either. `record_routes`: file for what was asked of the expert store.
     `sequences` is how many sequences of `context` tokens the key-value cache holds at once. `tuned`: what tune kept, by
-    machine and model; it fills in what is left to the plan.
+    machine and model; it fills in what is left to the plan. `prefetch`: auto, on or off.
     """
 
     ram_bytes: int | None = None
@@ -135,6 +136,7 @@ class EngineOptions:
     usage: Path | None = None
     state: Path | None = None
     record_routes: Path | None = None
+    prefetch: str = "auto"
 
 
 @dataclass(slots=True)
@@ -391,7 +393,16 @@ def _assemble(
     store: ExpertStore | MappedStore | None = mapped
     learning = _learning(options, model, index, path, notices)
     if files is not None:
-        store = open_store(files, ledger.slots, ledger.working_slots, reading, notices, policy=learning.policies())
+        store = open_store(
+            files,
+            ledger.slots,
+            ledger.working_slots,
+            reading,
+            notices,
+            policy=learning.policies(),
+            ahead_slots=ledger.ahead_slots,
+            prefetch=options.prefetch,
+        )
     try:
         residents.read_all(container, progress)
         if isinstance(store, ExpertStore):
@@ -516,12 +527,16 @@ def open_store(
     notices: Notices,
     *,
     policy: PolicyFactory | None = None,
+    ahead_slots: int = 0,
+    prefetch: str = "off",
 ) -> ExpertStore:
     """The store of experts, with slots by layer, that reads as was decided."""
     return ExpertStore(
         files,
         slots=slots,
         working_slots=working_slots,
+        ahead_slots=ahead_slots,
+        prefetch=prefetch,
         policy=policy,
         pool=native_pool(reading.depth, engine=reading.engine, notice=notices.note),
         sources=reading.sources(files.container),
@@ -602,6 +617,11 @@ def recorded(
     return forward, draft, rows, outputs, ledger_at(backend.workspace_bytes())
 
 
+def ahead_slots(options: EngineOptions, *, on_device: bool) -> int:
+    """Slots for experts that are read before they are asked for; a device asks for them in its own way."""
+    return 0 if on_device or options.prefetch == "off" else AHEAD_SLOTS
+
+
 def ledger_of(
     options: EngineOptions,
     model: Model,
@@ -645,6 +665,7 @@ def ledger_of(
         {layer: files.count(layer) for layer in layers} if files is not None else {},
         wanted_slots=wanted_slots,
         working_slots=WORKING_SLOTS,
+        ahead_slots=ahead_slots(options, on_device=backend.on_device),
     )
 
 

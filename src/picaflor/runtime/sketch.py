@@ -93,7 +93,15 @@ class Sketch:
         nbytes = {layer: int(self.files.slot_nbytes(layer) * expert_share) for layer in layers if self.files}
         counts = {layer: self.files.count(layer) for layer in layers if self.files}
         wanted = self.options.expert_slots if not extra else None
-        return fit(sources, items, nbytes, counts, wanted_slots=wanted, working_slots=WORKING_SLOTS)
+        return fit(
+            sources,
+            items,
+            nbytes,
+            counts,
+            wanted_slots=wanted,
+            working_slots=WORKING_SLOTS,
+            ahead_slots=self.ledger.ahead_slots,
+        )
 
 
 def _complete(container: Container) -> bool:
@@ -105,7 +113,7 @@ def _raised(source: Source, extra: int) -> Source:
 
 
 def _of_experts(item: Item) -> bool:
-    return item.name.startswith(("expert slots", "working set"))
+    return item.name.startswith(("expert slots", "working set", "read ahead"))
 
 
 def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:

@@ -21,7 +21,8 @@ from picaflor.runtime.kvcache import Sequence as Tokens
 from picaflor.runtime.runner import Runner, Work
 from picaflor.runtime.sketch import Sketch
 from picaflor.runtime.trial import Blank
-from picaflor.store.store import WORKING_SLOTS, ExpertStore, Lease, PinnedLease
+from picaflor.store.lease import Lease, PinnedLease
+from picaflor.store.store import WORKING_SLOTS, ExpertStore
 from picaflor.telemetry.process import physical_read_bytes
 
 LAYERS = 8

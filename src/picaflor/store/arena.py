@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,3 +80,28 @@ class Arena:
         assert self._map is not None
         with contextlib.suppress(OSError):  # a hint only: kernels built without large pages answer EINVAL
             self._map.madvise(advice)
+
+
+class SlotTable:
+    """Where each pool's slots are. Slots of equal size may change pools."""
+
+    def __init__(self, arenas: Mapping[str, Arena]) -> None:
+        self._arenas = dict(arenas)
+        self._places = {name: [(name, slot) for slot in range(arena.slots)] for name, arena in arenas.items()}
+        self._addresses = {name: [arena.address(slot) for slot in range(arena.slots)] for name, arena in arenas.items()}
+
+    def address(self, pool: str, slot: int) -> int:
+        """Where a slot starts."""
+        return self._addresses[pool][slot]
+
+    def view(self, pool: str, slot: int) -> NDArray[np.uint8]:
+        """A slot's bytes, writable."""
+        name, place = self._places[pool][slot]
+        return self._arenas[name].view(place)
+
+    def swap(self, pool: str, slot: int, other_pool: str, other_slot: int) -> None:
+        """Two slots change places: the memory of one goes by the name of the other."""
+        places, addresses = self._places, self._addresses
+        places[pool][slot], places[other_pool][other_slot] = places[other_pool][other_slot], places[pool][slot]
+        mine, other = addresses[pool], addresses[other_pool]
+        mine[slot], other[other_slot] = other[other_slot], mine[slot]

@@ -54,13 +54,15 @@ class Item:
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """Sources, items and the slots that they leave. `slots` maps each MoE layer to its number of expert slots;
-    `working_slots` are shared by the layers that do not fit completely."""
+    `working_slots` are shared by the layers that do not fit completely, `ahead_slots` hold what is read ahead for
+    them."""
 
     sources: tuple[Source, ...]
     items: tuple[Item, ...]
     slots: Mapping[int, int]
     working_slots: int
     all_resident: bool
+    ahead_slots: int = 0
 
     @property
     def limit(self) -> Source:
@@ -148,18 +150,22 @@ def fit(
     *,
     wanted_slots: int | None,
     working_slots: int,
+    ahead_slots: int = 0,
 ) -> Ledger:
     """How many expert slots each layer gets, from what the other `items` leave.
 
     `slot_nbytes` and `experts`: bytes of the widest expert and number of experts by layer. Without `wanted_slots`
     every layer gets the same number, as many as fit, and what is then left gives single layers one more, in order.
-    When all experts fit there is no working set; where one slot per layer does not fit beside it, it shrinks first.
+    When all experts fit there is no working set and nothing to read ahead. Where one slot per layer does not fit beside
+    them, or the wanted number, nothing is read ahead, and then the working set shrinks (not for a wanted number).
     Raises OutOfBudget with every number if one slot per layer, or the wanted number, does not fit.
     """
     limit = tightest(sources)
     assert limit.nbytes is not None
     room = limit.nbytes - sum(item.nbytes for item in items)
-    planner = _Slots(slot_nbytes, experts, working_slots)
+    planner = _Slots(slot_nbytes, experts, working_slots, ahead_slots)
+    if ahead_slots and planner.total(planner.uniform(wanted_slots or 1)) > room:
+        planner = _Slots(slot_nbytes, experts, working_slots, 0)
     if wanted_slots is None:
         planner = planner.shrunk(room)
     slots = planner.most(room) if wanted_slots is None else planner.uniform(wanted_slots)
@@ -169,6 +175,7 @@ def fit(
         slots,
         planner.working(slots),
         planner.all_resident(slots),
+        planner.ahead(slots),
     )
     if ledger.total_bytes > limit.nbytes:
         raise OutOfBudget(_refusal(ledger, limit))
@@ -178,17 +185,23 @@ def fit(
 class _Slots:
     """Arithmetic of slots: how much memory a number of slots per layer takes."""
 
-    def __init__(self, slot_nbytes: Mapping[int, int], experts: Mapping[int, int], working_slots: int) -> None:
+    def __init__(
+        self, slot_nbytes: Mapping[int, int], experts: Mapping[int, int], working_slots: int, ahead_slots: int
+    ) -> None:
         self._slot_nbytes = slot_nbytes
         self._experts = experts
         self._working_slots = working_slots
+        self._ahead_slots = ahead_slots
 
     def shrunk(self, room: int) -> _Slots:
         """With a smaller working set, at least 1, if one slot per layer would not fit otherwise."""
         count = self._working_slots
-        while count > 1 and _Slots(self._slot_nbytes, self._experts, count).total(self.uniform(1)) > room:
+        while count > 1 and self._with(count).total(self.uniform(1)) > room:
             count -= 1
-        return _Slots(self._slot_nbytes, self._experts, count)
+        return self._with(count)
+
+    def _with(self, working_slots: int) -> _Slots:
+        return _Slots(self._slot_nbytes, self._experts, working_slots, self._ahead_slots)
 
     def uniform(self, count: int) -> dict[int, int]:
         """The same number for each layer, cut to its experts."""
@@ -200,16 +213,25 @@ class _Slots:
     def working(self, slots: Mapping[int, int]) -> int:
         return 0 if self.all_resident(slots) else self._working_slots
 
+    def ahead(self, slots: Mapping[int, int]) -> int:
+        return 0 if self.all_resident(slots) else self._ahead_slots
+
     def layer_bytes(self, slots: Mapping[int, int]) -> int:
         return sum(arena_bytes(count, self._slot_nbytes[layer]) for layer, count in slots.items())
 
     def working_bytes(self, slots: Mapping[int, int]) -> int:
+        return arena_bytes(self.working(slots), self._widest(slots))
+
+    def ahead_bytes(self, slots: Mapping[int, int]) -> int:
+        return arena_bytes(self.ahead(slots), self._widest(slots))
+
+    def _widest(self, slots: Mapping[int, int]) -> int:
+        """Of the layers that do not fit completely."""
         partial = [layer for layer, count in slots.items() if count < self._experts[layer]]
-        widest = max((self._slot_nbytes[layer] for layer in partial), default=0)
-        return arena_bytes(self._working_slots if partial else 0, widest)
+        return max((self._slot_nbytes[layer] for layer in partial), default=0)
 
     def total(self, slots: Mapping[int, int]) -> int:
-        return self.layer_bytes(slots) + self.working_bytes(slots)
+        return self.layer_bytes(slots) + self.working_bytes(slots) + self.ahead_bytes(slots)
 
     def most(self, room: int) -> dict[int, int]:
         """The largest uniform number that fits `room` bytes, at least 1, then one more for single layers.
@@ -233,15 +255,18 @@ class _Slots:
                 slots = more
         return slots
 
-    def items(self, slots: Mapping[int, int], wanted: int | None) -> tuple[Item, Item]:
-        """The ledger lines of the expert slots and the working set."""
+    def items(self, slots: Mapping[int, int], wanted: int | None) -> list[Item]:
+        """The ledger lines of the expert slots, the working set and what is read ahead."""
         counts = sorted(set(slots.values()))
         each = "0" if not counts else f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         flag = "" if wanted is None or max(counts, default=0) <= 1 else "--expert-slots"
-        return (
+        items = [
             Item(f"expert slots ({each} in each of {len(slots)} layers)", self.layer_bytes(slots), flag),
             Item(f"working set ({self.working(slots)} experts)", self.working_bytes(slots)),
-        )
+        ]
+        if self.ahead(slots):
+            items.append(Item(f"read ahead ({self.ahead(slots)} experts)", self.ahead_bytes(slots), "--prefetch"))
+        return items
 
 
 def _refusal(ledger: Ledger, limit: Source) -> str:

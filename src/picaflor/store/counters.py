@@ -13,19 +13,24 @@ class LayerCounters:
     """Sums over the requests of one layer.
 
     Every requested expert is counted once as `pinned` (all experts of the layer are resident for good), `lru` (it was
-    in a slot), `joined` (its read was running already) or `loaded` (its read was started). `read_bytes` and
-    `service_s` (seconds that read threads spent, summed over threads) include failed reads. `wait_s` is the time that
-    requests waited for reads.
+    in a slot), `prefetched` (it was read ahead in time), `joined` (its read was running already; `late` of them were
+    read ahead) or `loaded` (its read was started). `wasted` were read ahead and not asked for. `read_bytes` and
+    `service_s` (seconds that read threads spent, summed over threads) include failed and wasted reads. `wait_s` is the
+    time that requests waited for reads.
     """
 
     requests: int = 0
     pinned: int = 0
     lru: int = 0
+    prefetched: int = 0
     joined: int = 0
+    late: int = 0
     loaded: int = 0
     reads: int = 0
     failed: int = 0
     evicted: int = 0
+    wasted: int = 0
+    wasted_bytes: int = 0
     read_bytes: int = 0
     service_s: float = 0.0
     wait_s: float = 0.0
@@ -33,12 +38,12 @@ class LayerCounters:
     @property
     def hits(self) -> int:
         """Experts that were there when they were asked for."""
-        return self.pinned + self.lru
+        return self.pinned + self.lru + self.prefetched
 
     @property
     def asked(self) -> int:
         """Experts that were asked for."""
-        return self.pinned + self.lru + self.joined + self.loaded
+        return self.hits + self.joined + self.loaded
 
 
 @dataclass(slots=True)

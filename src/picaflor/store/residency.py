@@ -121,6 +121,18 @@ class Residency:
         """Nothing reads the evicted slot any more: it is free."""
         self._drop(copy, self._next(copy, Event.FREED))
 
+    def move(self, copy: Copy, pool: str) -> int:
+        """Let a copy count for another pool, in a free slot of it; returns that of its own that it leaves free. Its
+        owner exchanges the slots' memory. Illegal while the copy is in use, or if no slot is free."""
+        if copy.state not in (State.LOADING, State.READY):
+            raise IllegalTransition(f"move of {copy.key} to {pool}: it is {copy.state.value}")
+        if not self._free[pool]:
+            raise IllegalTransition(f"move of {copy.key}: no free slot in {pool}")
+        left = copy.slot
+        self._free[copy.pool].append(left)
+        copy.pool, copy.slot = pool, self._free[pool].pop()
+        return left
+
     def _read_done(self, key: ExpertKey, tier: Tier, layout: str, generation: int, event: Event) -> bool:
         """The end of a read. An old generation is ignored: its slot was freed by its own end."""
         copy = self.find(key, tier, layout)

@@ -10,10 +10,11 @@ serves any request.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -21,8 +22,10 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout
 from picaflor.errors import ReadFailed
-from picaflor.store.arena import Arena
+from picaflor.store.ahead import Expected, Switch
+from picaflor.store.arena import Arena, SlotTable
 from picaflor.store.counters import LayerCounters, StoreCounters
+from picaflor.store.lease import Addresses, Lease, Load, PinnedLease, Purpose
 from picaflor.store.policy.base import DECLINED, LayerCache, Policy, PolicyFactory
 from picaflor.store.policy.choose import policies
 from picaflor.store.policy.working import WorkingSet
@@ -37,80 +40,11 @@ WORKING_SLOTS = 8
 PRELOAD_AHEAD = 32
 WARM_AHEAD = 4
 _SHARED = "working set"
+_AHEAD = "read ahead"
 _TICK_S = 0.2  # an interrupt from the keyboard is seen this often while waiting for the disk
 _RETRY_S = 0.02
 
-Addresses = NDArray[np.uint64]
 Progress = Callable[[int, int], None]
-
-
-class _Load:
-    """A read on its way: its ticket, the copy that it fills and the leases that wait for it."""
-
-    __slots__ = ("copy", "error", "leases", "preload", "ticket", "warm")
-
-    def __init__(self, copy: Copy, *, preload: bool, warm: bool = False) -> None:
-        self.warm = warm
-        self.copy = copy
-        self.preload = preload
-        self.ticket = -1
-        self.leases: list[Lease] = []
-        self.error: ReadFailed | None = None
-
-
-class PinnedLease:
-    """A request to a layer whose experts are all resident for good: one batch, nothing to give back."""
-
-    __slots__ = ("_addresses", "_experts")
-
-    def __init__(self, experts: I32, addresses: Addresses) -> None:
-        self._experts = experts
-        self._addresses = addresses
-
-    def __enter__(self) -> PinnedLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-    def batches(self) -> Iterator[tuple[I32, Addresses]]:
-        """All experts at once."""
-        return iter(((self._experts, self._addresses),) if len(self._experts) else ())
-
-
-class Lease:
-    """A request to a layer of which some experts may have to be read."""
-
-    __slots__ = ("_store", "arrived", "error", "held", "layer", "loads", "missing", "thread", "wanted")
-
-    def __init__(self, store: ExpertStore, layer: int, experts: I32) -> None:
-        self._store = store
-        self.layer = layer
-        self.wanted = [ExpertKey(layer, expert) for expert in experts.tolist()]
-        self.missing: list[ExpertKey] = []  # no read was started; the next one is the last
-        self.loads: dict[_Load, None] = {}  # reads that this lease waits for, in order of submission
-        self.arrived: list[Copy] = []  # acquired, not yielded
-        self.held: list[Copy] = []  # acquired and yielded
-        self.error: ReadFailed | None = None
-        self.thread = threading.get_ident()
-
-    def __enter__(self) -> Lease:
-        self._store._begin(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._store._end(self)
-
-    def batches(self) -> Iterator[tuple[I32, Addresses]]:
-        """First what is resident, then all that has arrived, as reads succeed. A batch is valid until the next one is
-        asked for or the lease ends. Raises ReadFailed."""
-        while copies := self._store._next(self):
-            experts = np.array([copy.key.expert for copy in copies], dtype=np.int32)
-            yield experts, np.array([self._store._address(copy) for copy in copies], dtype=np.uint64)
 
 
 class ExpertStore:
@@ -118,8 +52,9 @@ class ExpertStore:
 
     `slots`: how many experts of each layer stay in memory, one number for all layers or one per layer; at least 1, cut
     to the layer's number of experts. `working_slots` more are shared by all layers that do not fit completely; reads
-    land there when the policy has no victim to give. `policy`: a fresh factory, `auto` without one. A layer with a slot
-    for every expert is pinned once all of them were read. Safe for several threads; a thread must not open a second
+    land there when the policy has no victim to give. `ahead_slots` more hold what is read ahead where `prefetch` is not
+    off. `policy`: a fresh factory, `auto` without one. A layer with a slot for every expert is pinned once all of them
+    were read. Safe for several threads; a thread must not open a second
     lease while it holds slots that it needs. Raises OutOfBudget if the system gives no memory.
     """
 
@@ -129,6 +64,8 @@ class ExpertStore:
         *,
         slots: int | Mapping[int, int],
         working_slots: int = WORKING_SLOTS,
+        ahead_slots: int = 0,
+        prefetch: str = "auto",
         read_threads: int = READ_THREADS,
         policy: PolicyFactory | None = None,
         pool: Pool | None = None,
@@ -146,6 +83,16 @@ class ExpertStore:
             self._layer_pool[layer]: Arena(self.slots[layer], files.slot_nbytes(layer)) for layer in files.layers
         }
         self._arenas[_SHARED] = Arena(self.working_slots, widest)
+        self.ahead_slots = ahead_slots if partial else 0
+        self._arenas[_AHEAD] = Arena(self.ahead_slots, widest)
+        self._slots = SlotTable(self._arenas)
+        self._expected = Expected()
+        self.prefetch = Switch(prefetch if self.ahead_slots else "off")
+        # Slots change owners when what was read ahead is asked for, so they must be of one size.
+        self._reads_ahead = frozenset(layer for layer in partial if files.slot_nbytes(layer) == widest)
+        self._first = min(partial, default=-1)
+        self._step_began = 0.0
+        self._step_counts = False
         self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
         make = policies() if policy is None else policy
         self._policies: dict[int, Policy] = {
@@ -163,8 +110,8 @@ class ExpertStore:
         )
         self._pinned: dict[int, Addresses | None] = dict.fromkeys(files.layers)
         self._ready_count = dict.fromkeys(files.layers, 0)  # READY or IN_USE in the layer's own slots
-        self._loads: dict[int, _Load] = {}
-        self._loading: dict[ExpertKey, _Load] = {}
+        self._loads: dict[int, Load] = {}
+        self._loading: dict[ExpertKey, Load] = {}
         self._leases: set[Lease] = set()
         self._closed = False
         self._changed = threading.Condition()
@@ -212,7 +159,7 @@ class ExpertStore:
                 for expert in range(self.files.count(layer))
             )
             ready = [copy for copy in found if copy is not None and copy.state in (State.READY, State.IN_USE)]
-            return [self._arenas[copy.pool].view(copy.slot) for copy in ready]
+            return [self._slots.view(copy.pool, copy.slot) for copy in ready]
 
     def acquire(self, layer: int, experts: I32) -> PinnedLease | Lease:
         """A lease of distinct experts; enter it to start the reads of those that are missing.
@@ -243,14 +190,14 @@ class ExpertStore:
         keys.sort(key=self.files.place, reverse=True)
         total = sum(self.files.reads(key).read_nbytes for key in keys)
         done = 0
-        loads: list[_Load] = []
+        loads: list[Load] = []
         try:
             while keys or loads:
                 with self._changed:
                     self._check_open()
                     ahead = [keys.pop() for _ in range(min(len(keys), PRELOAD_AHEAD - len(loads)))]
                     new = (key for key in ahead if self._residency.find(key, RAM, DISK_LAYOUT) is None)
-                    loads += self._start([copy for key in new if (copy := self._place(key))], preload=True)
+                    loads += self._start([copy for key in new if (copy := self._place(key))], Purpose.PRELOAD)
                 self._wait([load.ticket for load in loads if load.ticket in self._loads], _TICK_S)
                 for load in [load for load in loads if load.ticket not in self._loads]:
                     if load.error is not None:
@@ -278,6 +225,30 @@ class ExpertStore:
             ]
             self._to_warm = sorted(keys, key=self.files.place, reverse=True)
             self._warm_more()
+
+    def reads_ahead(self, layer: int) -> bool:
+        """Whether to tell `expect` what a layer will probably be asked for. Asked once per layer of a step that is
+        small enough to tell."""
+        self._step_counts = True
+        return self.prefetch.enabled and layer in self._reads_ahead
+
+    def expect(self, layer: int, experts: I32) -> None:
+        """Read these experts of a layer, the likeliest first, behind all that was asked for, as far as slots allow."""
+        with self._changed:
+            if self._closed:
+                return
+            residency = self._residency
+            free = residency.free_slots(_AHEAD)
+            copies: list[Copy] = []
+            for expert in experts.tolist():
+                key = ExpertKey(layer, expert)
+                if len(copies) == free:
+                    break
+                if residency.find(key, RAM, DISK_LAYOUT) is None:
+                    copies.append(residency.load(key, RAM, DISK_LAYOUT, _AHEAD))
+                    self._expected.add(copies[-1])
+            with contextlib.suppress(ReadFailed):  # nobody asked for them yet: the request that does will say so
+                self._start(copies, Purpose.AHEAD)
 
     @property
     def policy_in_force(self) -> str:
@@ -308,7 +279,7 @@ class ExpertStore:
     # What leases call.
 
     def _address(self, copy: Copy) -> int:
-        return self._arenas[copy.pool].address(copy.slot)
+        return self._slots.address(copy.pool, copy.slot)
 
     def _begin(self, lease: Lease) -> None:
         """Acquire what is resident, join reads that run, start the others as far as slots allow."""
@@ -322,6 +293,8 @@ class ExpertStore:
             self._check_open()
             if self._loads:
                 self._apply(self._reader.wait(list(self._loads), 0))
+            if lease.layer == self._first:
+                self._time_step()
             self.counters.layers[lease.layer].requests += 1
             self._leases.add(lease)
             policy = self._policies.get(lease.layer)
@@ -331,7 +304,9 @@ class ExpertStore:
                 counts = self.asked_for[lease.layer]
                 for expert in asked:
                     counts[expert] += 1
-            lease.missing = [key for key in lease.wanted if not self._claim(lease, key)]
+            self._withdraw(lease)
+            expected = self._expected
+            lease.missing = [key for key in lease.wanted if key in expected or not self._claim(lease, key)]
             lease.missing.reverse()
             try:
                 self._fill(lease)
@@ -383,7 +358,7 @@ class ExpertStore:
         self._release(lease.arrived)
         for load in lease.loads:
             load.leases.remove(lease)
-            if not load.leases and not load.preload:
+            if not load.leases and load.purpose is Purpose.DEMAND:
                 self._cancel(load)
         lease.loads.clear()
         self._leases.discard(lease)
@@ -397,8 +372,8 @@ class ExpertStore:
             copies.clear()
             self._changed.notify_all()
 
-    def _claim(self, lease: Lease, key: ExpertKey) -> bool:
-        """Acquire a copy that is usable, or join its read. False if there is no copy."""
+    def _claim(self, lease: Lease, key: ExpertKey, *, ahead: bool = False) -> bool:
+        """Acquire a copy that is usable, or join its read. False if there is no copy. `ahead`: it was read ahead."""
         copy = self._residency.find(key, RAM, DISK_LAYOUT)
         if copy is None:
             return False
@@ -408,14 +383,18 @@ class ExpertStore:
             load.leases.append(lease)
             lease.loads[load] = None
             counters.joined += 1
-            if load.preload:
+            counters.late += ahead
+            if load.purpose is not Purpose.DEMAND:
                 self._reader.promote(load.ticket)
-        else:
-            self._residency.acquire(copy)
-            lease.arrived.append(copy)
-            counters.lru += 1
-            if copy.pool == _SHARED:
-                self._working.touch(key)
+            return True
+        self._residency.acquire(copy)
+        lease.arrived.append(copy)
+        if ahead:
+            counters.prefetched += 1
+            return True
+        counters.lru += 1
+        if copy.pool == _SHARED:
+            self._working.touch(key)
         return True
 
     def _fill(self, lease: Lease) -> None:
@@ -423,13 +402,16 @@ class ExpertStore:
         copies: list[Copy] = []
         while lease.missing:
             key = lease.missing[-1]
-            if not self._claim(lease, key):  # another lease may have got it meanwhile
+            ahead = key in self._expected
+            if ahead and not self._adopt(key):
+                break
+            if not self._claim(lease, key, ahead=ahead):  # another lease may have got it meanwhile
                 copy = self._place(key)
                 if copy is None:
                     break
                 copies.append(copy)
             lease.missing.pop()
-        for load in self._start(copies, preload=False):
+        for load in self._start(copies, Purpose.DEMAND):
             load.leases.append(lease)
             lease.loads[load] = None
         self.counters.layers[lease.layer].loaded += len(copies)
@@ -443,33 +425,85 @@ class ExpertStore:
                 copy = self._place(key)
                 assert copy is not None
                 try:
-                    self._warming += len(self._start([copy], preload=True, warm=True))
+                    self._warming += len(self._start([copy], Purpose.WARM))
                 except ReadFailed:  # nobody asked for it yet: the request that does will say so
                     self._to_warm.clear()
 
     def _place(self, key: ExpertKey) -> Copy | None:
         """A new copy, LOADING, in a slot of its layer or of the working set; None if no slot can be had."""
+        room = self._make_room(key)
+        if room is None:
+            return None
+        copy = self._residency.load(key, RAM, DISK_LAYOUT, room[0])
+        self._admit(copy, declined=room[1])
+        return copy
+
+    def _make_room(self, key: ExpertKey) -> tuple[str, bool] | None:
+        """A pool that has a free slot for an expert now, and whether its policy declined it; None if there is none."""
         residency = self._residency
         pool = self._layer_pool[key.layer]
-        declined = False
-        if residency.free_slots(pool) == 0:
-            policy, must = self._policies[key.layer], self.working_slots == 0
-            victim = policy.victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)), must=must)
-            if victim is not None and victim != DECLINED:
-                self._evict(ExpertKey(key.layer, victim))
-            else:
-                pool, declined = _SHARED, victim == DECLINED
-                if residency.free_slots(pool) == 0:
-                    oldest = self._working.oldest(self._evictable)
-                    if oldest is None:
-                        return None
-                    self._evict(oldest)
-        copy = residency.load(key, RAM, DISK_LAYOUT, pool)
-        if pool == _SHARED:
-            self._working.add(key, declined=declined)
-        elif key.layer in self._policies:
-            self._policies[key.layer].admitted(key.expert)
-        return copy
+        if residency.free_slots(pool):
+            return pool, False
+        policy, must = self._policies[key.layer], self.working_slots == 0
+        victim = policy.victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)), must=must)
+        if victim is not None and victim != DECLINED:
+            self._evict(ExpertKey(key.layer, victim))
+            return pool, False
+        if residency.free_slots(_SHARED) == 0:
+            oldest = self._working.oldest(self._evictable)
+            if oldest is None:
+                return None
+            self._evict(oldest)
+        return _SHARED, victim == DECLINED
+
+    def _admit(self, copy: Copy, *, declined: bool) -> None:
+        """Tell those who order copies that one is there."""
+        if copy.pool == _SHARED:
+            self._working.add(copy.key, declined=declined)
+        elif copy.key.layer in self._policies:
+            self._policies[copy.key.layer].admitted(copy.key.expert)
+
+    def _adopt(self, key: ExpertKey) -> bool:
+        """What was read ahead is asked for: it gets the slot that it would get if it were read now. False: none."""
+        room = self._make_room(key)
+        if room is None:
+            return False
+        copy = self._expected.copies[key]
+        self._expected.remove(key)
+        left = self._residency.move(copy, room[0])
+        self._slots.swap(copy.pool, copy.slot, _AHEAD, left)
+        self._admit(copy, declined=room[1])
+        if copy.state is State.READY and copy.pool != _SHARED:
+            self._count_ready(key.layer)
+        return True
+
+    def _withdraw(self, lease: Lease) -> None:
+        """What was read ahead for a layer and is not asked for by its request goes."""
+        for copy in self._expected.unwanted(lease.layer, lease.wanted):
+            if copy.state is State.READY:
+                self._waste(copy)
+                continue
+            load = self._loading[copy.key]
+            if not load.leases:
+                self._cancel(load)
+                if copy.state is State.LOADING:
+                    self._expected.stale.add(copy.key)
+
+    def _waste(self, copy: Copy) -> None:
+        """Drop what was read ahead for nothing."""
+        counters = self.counters.layers[copy.key.layer]
+        counters.wasted += 1
+        counters.wasted_bytes += self.files.reads(copy.key).read_nbytes
+        self._residency.evict(copy)
+        self._residency.freed(copy)
+        self._forget(copy)
+
+    def _time_step(self) -> None:
+        """A step of the program begins: tell the switch how long the one before took."""
+        now = time.perf_counter()
+        if self._step_counts and self._step_began:
+            self.prefetch.step(now - self._step_began)
+        self._step_began, self._step_counts = now, False
 
     def _evictable(self, key: ExpertKey) -> bool:
         copy = self._residency.find(key, RAM, DISK_LAYOUT)
@@ -489,22 +523,25 @@ class ExpertStore:
         """Tell those who order copies that one is gone."""
         if copy.pool == _SHARED:
             self._working.remove(copy.key)
+        elif copy.pool == _AHEAD:
+            self._expected.remove(copy.key)
         elif copy.key.layer in self._policies:
             self._policies[copy.key.layer].removed(copy.key.expert)
 
-    def _start(self, copies: Sequence[Copy], *, preload: bool, warm: bool = False) -> list[_Load]:
-        """Start the reads of new copies in file order, all or none. Raises ReadFailed."""
+    def _start(self, copies: Sequence[Copy], purpose: Purpose) -> list[Load]:
+        """Start the reads of new copies, in file order but for those ahead, all or none. Raises ReadFailed."""
         if not copies:
             return []
-        copies = sorted(copies, key=lambda copy: self.files.place(copy.key))
+        if purpose is not Purpose.AHEAD:
+            copies = sorted(copies, key=lambda copy: self.files.place(copy.key))
         try:
             wanted = [(copy.key, self._address(copy)) for copy in copies]
-            tickets = self._reader.submit(wanted, demand=not preload)
+            tickets = self._reader.submit(wanted, demand=purpose is Purpose.DEMAND)
         except BaseException:
             for copy in copies:
                 self._drop(copy)
             raise
-        loads = [_Load(copy, preload=preload, warm=warm) for copy in copies]
+        loads = [Load(copy, purpose) for copy in copies]
         for load, ticket in zip(loads, tickets, strict=True):
             load.ticket = ticket
             self._loads[ticket] = load
@@ -516,7 +553,7 @@ class ExpertStore:
         self._residency.failed(copy.key, copy.tier, copy.layout, copy.generation)
         self._forget(copy)
 
-    def _cancel(self, load: _Load) -> None:
+    def _cancel(self, load: Load) -> None:
         """Take a read back if it has not begun; otherwise it ends by itself and its copy may be of use later."""
         if not self._closed and load.ticket in self._loads and self._reader.cancel(load.ticket):
             del self._loads[load.ticket]
@@ -541,10 +578,10 @@ class ExpertStore:
             del self._loading[copy.key]
             finished = self._reader.finish(outcome)
             counters = self.counters.layers[copy.key.layer]
-            if load.warm:
+            if load.purpose is Purpose.WARM:
                 self._warming -= 1
                 self.counters.preload_bytes += finished.nbytes
-            if not load.preload:
+            if load.purpose in (Purpose.DEMAND, Purpose.AHEAD):
                 counters.reads += 1
                 counters.read_bytes += finished.nbytes
                 counters.service_s += finished.seconds
@@ -561,7 +598,10 @@ class ExpertStore:
                 else:
                     self._residency.acquire(copy)
                     lease.arrived.append(copy)
-            if load.error is None and copy.pool != _SHARED:
+            if copy.pool == _AHEAD:
+                if load.error is None and copy.key in self._expected.stale:
+                    self._waste(copy)
+            elif load.error is None and copy.pool != _SHARED:
                 self._count_ready(copy.key.layer)
         if self._to_warm and not self._closed:
             self._warm_more()

@@ -36,8 +36,9 @@ class Phase:
 
     `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
     pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
-    it. `joined` counts experts whose read was under way already when they were wanted. `storage_bytes` is what the
-    system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
+    it. `joined` counts experts whose read was under way already when they were wanted, `prefetch_late` those of them
+    that were read ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is
+    what the system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
     """
 
     tokens: int = 0
@@ -47,6 +48,9 @@ class Phase:
     hits_pinned: int = 0
     hits_lru: int = 0
     hits_prefetched: int = 0
+    prefetch_late: int = 0
+    prefetch_wasted: int = 0
+    wasted_bytes: int = 0
     joined: int = 0
     loads: int = 0
     read_bytes: int = 0
@@ -122,6 +126,9 @@ class Phase:
             "hits_pinned": self.hits_pinned,
             "hits_lru": self.hits_lru,
             "hits_prefetched": self.hits_prefetched,
+            "prefetch_late": self.prefetch_late,
+            "prefetch_wasted": self.prefetch_wasted,
+            "wasted_bytes": self.wasted_bytes,
             "joined": self.joined,
             "loads": self.loads,
             "hit_rate": self.hit_rate if self.wanted else None,

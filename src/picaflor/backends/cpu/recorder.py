@@ -5,7 +5,7 @@ Knows shapes and the native builder; must not know families, files or the expert
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from picaflor.backends.api import (
     Weight,
 )
 from picaflor.backends.cpu.capabilities import BACKEND, SCALAR
+from picaflor.backends.cpu.early import RouterInputs, early_routers
 from picaflor.backends.cpu.experts import Experts
 from picaflor.backends.cpu.program import CpuProgram, ExpertCall, Faults
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
@@ -40,6 +41,9 @@ class Buffer:
     def view(self, rows: Rows) -> Any:
         """The native view of columns of this buffer."""
         return _native.View(self.storage, rows.start, rows.width)
+
+
+_Place = tuple[Buffer, int, int]
 
 
 class CpuRecorder:
@@ -69,6 +73,11 @@ class CpuRecorder:
         self._planes: dict[tuple[int, str], KVPlane] = {}
         self._experts = Experts(pool, isa=isa, planes=planes, max_rows=max_rows)
         self._calls: list[ExpertCall] = []
+        self._routers: list[RouterInputs | None] = []
+        self._precision_planes = planes
+        self._norms: dict[_Place, Vector] = {}  # by what they were last written to
+        self._products: dict[_Place, tuple[_Place, Weight]] = {}
+        self._choices: dict[_Place, tuple[_Place, Vector | None, RouterSpec]] = {}
         self._keep: list[object] = [pool]
 
     # ---- buffers ----
@@ -122,6 +131,7 @@ class CpuRecorder:
         _check(x.width == out.width == weight.length * heads, f"{weight.name}: {heads}x{weight.length} on {x.width}")
         self._select("rmsnorm", what=weight.name)
         self._builder.rmsnorm(_view(x), self._address(weight), _view(out), eps, heads)
+        self._norms[_place(out)] = weight
 
     def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
         """Mean-variance norm; out may be x."""
@@ -137,6 +147,7 @@ class CpuRecorder:
         _check(not _overlap(x, out), f"{weight.name}: out aliases x")
         self._select("matmul", weight.format, weight.name)
         self._builder.matmul(_view(x), self._matrix(weight), _view(out))
+        self._products[_place(out)] = (_place(x), weight)
 
     def rope(
         self, x: Rows, *, heads: int, head_width: int, start: int, dims: int, theta: float, style: RopeStyle
@@ -265,9 +276,18 @@ class CpuRecorder:
             groups=spec.groups,
             top_groups=spec.top_groups,
         )
+        self._choices[_place(ids)] = (_place(logits), bias, spec)
 
     def experts(
-        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+        self,
+        x: Rows,
+        ids: Rows,
+        weights: Rows,
+        out: Rows,
+        *,
+        layer: int,
+        layouts: Sequence[ExpertLayout],
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """out = weighted sum of the chosen experts, in routing order."""
         _check(x.width == out.width, f"experts: {x.width} to {out.width}")
@@ -288,8 +308,14 @@ class CpuRecorder:
                 outputs=self._builder.after_outputs,
                 plain=any(cell.backend == SCALAR for cell in cells),
                 choices=(ids, weights),
+                input=x,
+                beside=beside is not None,
             )
         )
+        self._routers.append(self._router_inputs(x, ids))
+        if beside is not None:
+            self._builder.experts(_view(out))
+            beside()
         self._builder.experts(_view(out))
 
     def finish(self) -> CpuProgram:
@@ -298,11 +324,29 @@ class CpuRecorder:
         calls, self._calls = self._calls, []
         ffn, numbers = self._experts.native() if calls else (None, [])
         calls = [replace(call, ffn_layer=numbers[call.ffn_layer]) for call in calls]
+        routers, self._routers = self._routers, []
         return CpuProgram(
-            self._builder.finish(), self._arena, ffn, calls, isa=self._isa, faults=self._faults, keep=self._keep
+            self._builder.finish(),
+            self._arena,
+            ffn,
+            calls,
+            isa=self._isa,
+            faults=self._faults,
+            keep=self._keep,
+            early=early_routers(routers, isa=self._isa, planes=self._precision_planes),
         )
 
     # ---- helpers ----
+
+    def _router_inputs(self, x: Rows, ids: Rows) -> RouterInputs | None:
+        """What chose `ids`, where it is the product of a matrix with the norm that made x; else None."""
+        chosen = self._choices.get(_place(ids))
+        product = self._products.get(chosen[0]) if chosen is not None else None
+        norm = self._norms.get(_place(x))
+        if chosen is None or product is None or norm is None or product[0] != _place(x):
+            return None
+        _, bias, spec = chosen
+        return RouterInputs(product[1].handle.native, norm.handle, bias.handle if bias is not None else None, spec)
 
     def _cell(self, op: str, format_name: str, what: str) -> Cell:
         return self._table.select(op, format_name, BACKEND, what=what)
@@ -327,6 +371,10 @@ class CpuRecorder:
 def _view(rows: Rows, dtype: Literal["f32", "i32"] = "f32") -> Any:
     _check(rows.dtype == dtype, f"a buffer of {rows.dtype} where {dtype} is needed")
     return rows.handle.view(rows)
+
+
+def _place(rows: Rows) -> _Place:
+    return (rows.handle, rows.start, rows.width)
 
 
 def _overlap(a: Rows, b: Rows) -> bool:

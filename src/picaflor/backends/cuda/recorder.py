@@ -421,7 +421,15 @@ class CudaRecorder:
         self._record("router", "router", run, (logits, bias, ids, weights), {"spec": spec})
 
     def experts(
-        self, x: Rows, ids: Rows, weights: Rows, out: Rows, *, layer: int, layouts: Sequence[ExpertLayout]
+        self,
+        x: Rows,
+        ids: Rows,
+        weights: Rows,
+        out: Rows,
+        *,
+        layer: int,
+        layouts: Sequence[ExpertLayout],
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """out = weighted sum of the chosen experts, in routing order."""
         _check(x.width == out.width, f"experts: {x.width} to {out.width}")
@@ -447,6 +455,8 @@ class CudaRecorder:
 
         options = {"layer": layer, "layouts": layouts}
         self._record("expert_ffn", "experts", run, (x, ids, weights, out), options, name="experts")
+        if beside is not None:
+            beside()
 
     def finish(self) -> CudaProgram:
         """The program of all that was recorded since the last finish; tells what fell back in it."""

@@ -65,8 +65,18 @@ class MoE:
         scope.matmul(x, f"{self.prefix}gate.weight", logits)
         bias = scope.bind.vector(f"{self.prefix}gate.e_score_correction_bias") if self.bias else None
         recorder.router(logits, bias, ids, weights, spec=self.router)
-        recorder.experts(x, ids, weights, out, layer=self.layer, layouts=scope.bind.layouts(self.layer))
-        if self.shared is not None:
-            shared_out = scope.rows("shared_out", self.hidden)
-            self.shared.record(scope, x, shared_out)
-            recorder.add(out, shared_out)
+        layouts = scope.bind.layouts(self.layer)
+        if self.shared is None:
+            recorder.experts(x, ids, weights, out, layer=self.layer, layouts=layouts)
+            return
+        shared, shared_out = self.shared, scope.rows("shared_out", self.hidden)
+        recorder.experts(
+            x,
+            ids,
+            weights,
+            out,
+            layer=self.layer,
+            layouts=layouts,
+            beside=lambda: shared.record(scope, x, shared_out),
+        )
+        recorder.add(out, shared_out)
