@@ -58,6 +58,30 @@ def test_no_policy_changes_a_token(tmp_path: Path) -> None:
         assert play(EngineOptions(expert_slots=3, policy=policy))[1] == wanted, policy
 
 
+def test_reading_ahead_changes_no_token() -> None:
+    wanted = play(EngineOptions())[1]
+    for slots in (1, 3, 12):
+        for prefetch in ("on", "auto"):
+            total, found, _ = play(EngineOptions(expert_slots=slots, prefetch=prefetch))
+            assert found == wanted, (slots, prefetch)
+    one_by_one = play(EngineOptions(expert_slots=3, prefetch="on", prefill_chunk=1))
+    assert one_by_one[1] == wanted
+    total = one_by_one[0]
+    # A trained router is predictable: most of what is read ahead is wanted.
+    assert total.wasted < 0.35 * (total.prefetched + total.late + total.wasted)
+
+
+def test_mapped_experts_record_the_same_routes(tmp_path: Path) -> None:
+    found = {}
+    for mapped in ("on", "off"):
+        path = tmp_path / mapped
+        play(EngineOptions(mapped=mapped, prefill_chunk=1, record_routes=path))
+        found[mapped] = Routes.read(path)
+    assert len(found["on"]) == 60 * 7
+    assert list(found["on"]) == list(found["off"])
+    assert found["on"].layers == found["off"].layers
+
+
 def test_usage_history_grows_and_pins_are_read_at_the_start(tmp_path: Path) -> None:
     routes = tmp_path / "routes"
     options = EngineOptions(expert_slots=6, state=tmp_path, prefill_chunk=1, record_routes=routes)

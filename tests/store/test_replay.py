@@ -79,7 +79,7 @@ def test_store_and_replay_agree(
         policy=policies(policy, history),
         pool=FakePool(finish=lambda waiting: waiting),
     )
-    with store, RoutesWriter(path, "model", 6, store.routed()) as writer:
+    with store, RoutesWriter(path, "model", 6, store.files.routed()) as writer:
         store.recorder = writer
         for layer, experts in requests:
             with store.acquire(layer, ids(*experts)) as lease:

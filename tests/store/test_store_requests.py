@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from store_harness import FakePool, Model, Outcome, Status, ids, make_model, wrong_planes
 
 from picaflor.errors import ReadFailed
+from picaflor.store.lease import Lease, PinnedLease
 from picaflor.store.policy.ranked import lru
 from picaflor.store.sources import Place
-from picaflor.store.lease import Lease, PinnedLease
 from picaflor.store.store import ExpertStore
 from picaflor.store.types import ExpertKey
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from picaflor.runtime.engine import Engine
 
 
+_READS = ("hits_prefetched", "prefetch_late", "prefetch_wasted", "wasted_bytes", "read_wait_s", "read_service_s")
+
+
 @click.command()
 @click.argument("model", metavar="MODEL")
 @click.option("--tokens", type=click.IntRange(min=1), default=64, help="Tokens per repeat. Default: 64.")
@@ -143,6 +146,7 @@ def _record(engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: 
     from picaflor.runtime.bench import RECORD_VERSION
 
     run = engine.record().to_json()
+    decode = run["decode"]
     kept = ("model", "description", "backend", "isa", "precision", "threads", "readers", "moe_layers", "memory")
     return {
         "kind": "bench decode",
@@ -154,9 +158,12 @@ def _record(engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: 
         "prompt_tokens": prompt_tokens,
         "token_seed": token_seed,
         "reads": engine.plan.reading.to_json() if engine.plan.store is not None else None,
-        "hit_rate": run["decode"]["hit_rate"],
-        "disk_bytes_per_token": run["decode"]["read_bytes_per_token"],
-        "shares": run["decode"]["shares"],
+        "hit_rate": decode["hit_rate"],
+        "disk_bytes_per_token": decode["read_bytes_per_token"],
+        "shares": decode["shares"],
+        "prefetch": run["prefetch"],
+        **{name: decode[name] for name in _READS},
+        "wait_by_service": decode["read_wait_s"] / decode["read_service_s"] if decode["read_service_s"] else None,
         **bench.record(),
     }
 
@@ -192,3 +199,6 @@ def _print(record: dict[str, Any]) -> None:
             f" depth {record['reads']['depth']}): used {record['read_rate_from_disk'] / 1e9:.2f} GB/s, reached"
             f" {record['of_disk']:.2f} of it{share}"
         )
+        known = record["hits_prefetched"] + record["prefetch_late"] + record["prefetch_wasted"]
+        ahead = f"; of {known} experts {1 - record['prefetch_wasted'] / known:.0%} were wanted" if known else ""
+        print(f"read ahead {record['prefetch']}{ahead}")

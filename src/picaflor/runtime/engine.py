@@ -454,6 +454,7 @@ class Engine:
             moe_layers=len(moe),
             experts_per_token=max((block.router.top_k for block in moe), default=0),
             readers=plan.read_threads if store is not None else 0,
+            prefetch=store.prefetch_in_words if isinstance(store, ExpertStore) else "",
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
             kernels=dict(plan.backend.table.engaged),

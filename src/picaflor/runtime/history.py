@@ -16,6 +16,7 @@ from picaflor.models.base import Model
 from picaflor.models.loading import ModelIndex
 from picaflor.runtime.machine import model_fingerprint, write_text
 from picaflor.runtime.sidefile import read_text
+from picaflor.store.mapped import MappedStore
 from picaflor.store.policy.base import PolicyFactory
 from picaflor.store.policy.choose import policies
 from picaflor.store.policy.rankings import hottest
@@ -110,17 +111,18 @@ class Learning:
         usage = self._history.usage
         return policies(self._policy, usage.layers, start=usage.policy)
 
-    def begin(self, store: ExpertStore, *, model: str, experts_per_token: int) -> None:
+    def begin(self, store: ExpertStore | MappedStore, *, model: str, experts_per_token: int) -> None:
         """Start to record, and to read pins where they are in force. Raises WriteFailed where routes cannot go."""
         if self._record is not None:
-            self._writer = RoutesWriter(self._record, model, experts_per_token, store.routed())
+            self._writer = RoutesWriter(self._record, model, experts_per_token, store.files.routed())
             store.recorder = self._writer
-        if store.policy_in_force == "pins":
+        if isinstance(store, ExpertStore) and store.policy_in_force == "pins":
             store.warm({layer: hottest(counts, len(counts)) for layer, counts in self._history.usage.layers.items()})
 
-    def end(self, store: ExpertStore) -> None:
+    def end(self, store: ExpertStore | MappedStore) -> None:
         """Keep the history and end the recording; trouble is one notice each."""
-        self._history.save(store.asked_for, store.policy_in_force)
+        if isinstance(store, ExpertStore):
+            self._history.save(store.asked_for, store.policy_in_force)
         store.recorder = None
         if self._writer is not None:
             self._writer.close()

@@ -45,7 +45,7 @@ from picaflor.store.policy.choose import policy_nbytes
 from picaflor.store.reader import ExpertFiles, native_pool
 from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
-BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda"}
+BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "metal", "vulkan": "vulkan"}
 """By name, the package under `backends` that has it."""
 DEVICE_FILES: Mapping[str, Path] = {"cuda": Path("/dev/nvidia0"), "rocm": Path("/dev/kfd")}
 """What the system shows where a driver for such devices is loaded."""
@@ -172,9 +172,8 @@ class Plan:
 
     def close(self) -> None:
         """Keep what was learned, free the experts' memory and close all files."""
-        if isinstance(self.store, ExpertStore):
-            self.learning.end(self.store)
         if self.store is not None:
+            self.learning.end(self.store)
             self.store.close()
         self.reading.close()
         self.container.close()
@@ -405,7 +404,7 @@ def _assemble(
         )
     try:
         residents.read_all(container, progress)
-        if isinstance(store, ExpertStore):
+        if store is not None:
             learning.begin(store, model=path.resolve().name, experts_per_token=_experts_per_token(model))
     except BaseException:
         if store is not None:
@@ -478,7 +477,6 @@ def _tell_unused(options: EngineOptions, notices: Notices) -> None:
         "--expert-slots": options.expert_slots is not None,
         "--direct on": options.direct == "on",
         "--mirror": bool(options.mirrors),
-        "--record-routes": options.record_routes is not None,
     }
     unused = [flag for flag, is_given in given.items() if is_given]
     if unused:

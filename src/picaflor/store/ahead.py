@@ -46,6 +46,14 @@ class Switch:
         self._fresh = False
         self._times: dict[bool, list[float]] = {True: [], False: []}
 
+    def __str__(self) -> str:
+        if not self._auto:
+            return "on" if self.enabled else "off"
+        if self.gain is None:
+            return "auto: on, not tried yet"
+        saved = f"saves {self.gain:.1%}" if self.gain > 0 else f"would cost {-self.gain:.1%}"
+        return f"auto: {'on' if self._in_force else 'off'}, {saved} of a step"
+
     def step(self, seconds: float) -> None:
         """A step of the program took so long, with what `enabled` was in it."""
         self.steps_off += not self.enabled

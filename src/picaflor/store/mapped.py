@@ -26,6 +26,7 @@ from picaflor.errors import BadContainer, ReadFailed
 from picaflor.store.counters import LayerCounters, StoreCounters
 from picaflor.store.direct import MEMORY_FILE_SYSTEMS, file_system
 from picaflor.store.reader import ExpertFiles
+from picaflor.store.routes import RoutesWriter
 from picaflor.store.types import ExpertKey
 
 MAPPED_MODES = ("auto", "on", "off")
@@ -90,6 +91,7 @@ class MappedStore:
             self._tables[layer] = np.array([address for _, address in views], dtype=np.uint64)
         self._lock = threading.Lock()
         self._closed = False
+        self.recorder: RoutesWriter | None = None  # told of every request while it is set
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +128,8 @@ class MappedStore:
         that was cut or a closed store."""
         self.check()
         addresses = self._tables[layer][experts.astype(np.uint32)]  # unsigned: no id counts from the end
+        if self.recorder is not None:
+            self.recorder.add(layer, experts.tolist())
         counters = self.counters.layers[layer]
         counters.requests += 1
         counters.pinned += len(experts)

@@ -21,9 +21,12 @@ from picaflor.container.types import Expert, Matrix
 from picaflor.errors import ReadFailed
 from picaflor.store.arena import SLACK_BYTES
 from picaflor.store.files import ShardFiles
+from picaflor.store.routes import RoutedLayer
 from picaflor.store.sources import IDLE_DESCRIPTORS, Route, Sources
 from picaflor.store.types import ExpertKey
 
+LIKE_SIZES = 1 / 32
+"""Part of a slot's size that may be left empty."""
 RUN_WORDS = 7
 """Numbers per run that a pool takes."""
 
@@ -128,19 +131,33 @@ class ExpertFiles:
             for layer in self.layers
         }
 
+        own = {layer: self._own_slot_nbytes(layer) for layer in self.layers}
+        widest = max(own.values(), default=0)
+        self._slot_nbytes = {
+            layer: widest if widest <= nbytes * (1 + LIKE_SIZES) else nbytes for layer, nbytes in own.items()
+        }
+
     def count(self, layer: int) -> int:
         """How many experts a layer has."""
         return len(self._experts[layer])
+
+    def routed(self) -> tuple[RoutedLayer, ...]:
+        """The layers and the bytes of their experts, for a file of recorded routes."""
+        return tuple(RoutedLayer(layer, tuple(r.read_nbytes for r in self._reads[layer])) for layer in self.layers)
 
     def layouts(self, layer: int) -> list[ExpertLayout]:
         """The layout of each expert of a layer, by id."""
         return list(self._layouts[layer])
 
     def slot_nbytes(self, layer: int) -> int:
-        """Bytes of the layer's widest expert in its slot, slack not included.
+        """Bytes of a slot of the layer, slack not included: its widest expert's, or what the widest of all layers needs
+        where that is little more, so that layers can share slots.
 
         With runs in whole blocks, slots of this size lie a multiple of BLOCK_BYTES apart.
         """
+        return self._slot_nbytes[layer]
+
+    def _own_slot_nbytes(self, layer: int) -> int:
         widest = max((reads.nbytes for reads in self._reads[layer]), default=0)
         if any(run.blocks for reads in self._reads[layer] for run in reads.runs):
             return -(-(widest + SLACK_BYTES) // BLOCK_BYTES) * BLOCK_BYTES - SLACK_BYTES

@@ -31,7 +31,7 @@ from picaflor.store.policy.choose import policies
 from picaflor.store.policy.working import WorkingSet
 from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
 from picaflor.store.residency import Residency
-from picaflor.store.routes import RoutedLayer, RoutesWriter
+from picaflor.store.routes import RoutesWriter
 from picaflor.store.sources import Sources
 from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
 
@@ -65,7 +65,7 @@ class ExpertStore:
         slots: int | Mapping[int, int],
         working_slots: int = WORKING_SLOTS,
         ahead_slots: int = 0,
-        prefetch: str = "auto",
+        prefetch: str = "off",
         read_threads: int = READ_THREADS,
         policy: PolicyFactory | None = None,
         pool: Pool | None = None,
@@ -87,6 +87,7 @@ class ExpertStore:
         self._arenas[_AHEAD] = Arena(self.ahead_slots, widest)
         self._slots = SlotTable(self._arenas)
         self._expected = Expected()
+        self._wants_ahead = prefetch != "off"
         self.prefetch = Switch(prefetch if self.ahead_slots else "off")
         # Slots change owners when what was read ahead is asked for, so they must be of one size.
         self._reads_ahead = frozenset(layer for layer in partial if files.slot_nbytes(layer) == widest)
@@ -125,14 +126,6 @@ class ExpertStore:
     def layouts(self, layer: int) -> list[ExpertLayout]:
         """The layout of each expert of a layer in its slot, by id."""
         return self.files.layouts(layer)
-
-    def routed(self) -> tuple[RoutedLayer, ...]:
-        """The layers and the bytes of their experts, for a file of recorded routes."""
-        files = self.files
-        return tuple(
-            RoutedLayer(layer, tuple(files.reads(ExpertKey(layer, e)).read_nbytes for e in range(files.count(layer))))
-            for layer in files.layers
-        )
 
     def resident(self, layer: int) -> list[int]:
         """Ids of the layer's experts that could be used without a read, ascending."""
@@ -235,7 +228,7 @@ class ExpertStore:
     def expect(self, layer: int, experts: I32) -> None:
         """Read these experts of a layer, the likeliest first, behind all that was asked for, as far as slots allow."""
         with self._changed:
-            if self._closed:
+            if self._closed or layer not in self._reads_ahead:
                 return
             residency = self._residency
             free = residency.free_slots(_AHEAD)
@@ -249,6 +242,13 @@ class ExpertStore:
                     self._expected.add(copies[-1])
             with contextlib.suppress(ReadFailed):  # nobody asked for them yet: the request that does will say so
                 self._start(copies, Purpose.AHEAD)
+
+    @property
+    def prefetch_in_words(self) -> str:
+        """Whether experts are read ahead; empty where all have a slot."""
+        if not self._policies:
+            return ""
+        return str(self.prefetch) if self.ahead_slots or not self._wants_ahead else "off: no memory for its slots"
 
     @property
     def policy_in_force(self) -> str:

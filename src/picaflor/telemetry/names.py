@@ -79,6 +79,7 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "expert_slots": ("experts", "experts that fit in memory per layer"),
         "moe_layers": ("", "layers with experts"),
         "experts_per_token": ("experts", "experts chosen per token and layer"),
+        "prefetch": ("", "whether experts of the next layer are read before they are asked for, and what that saves"),
         "readers": ("", "threads that read"),
         "physical_read_bytes": ("B", "bytes that the process got from storage, by the system's count"),
         "memory_limit_bytes_per_s": ("B/s", "bytes per second that memory gives, measured in this process"),

@@ -92,6 +92,11 @@ class Phase:
         return _ratio(self.read_bytes, self.tokens)
 
     @property
+    def needed_read_bytes_per_token(self) -> float:
+        """Without what was read ahead for nothing."""
+        return _ratio(self.read_bytes - self.wasted_bytes, self.tokens)
+
+    @property
     def read_bytes_per_s(self) -> float:
         return _ratio(self.read_bytes, self.read_busy_s)
 
@@ -198,6 +203,7 @@ class Record:
     moe_layers: int = 0
     experts_per_token: int = 0
     readers: int = 0
+    prefetch: str = ""
     physical_read_bytes: int | None = None
     memory_limit_bytes_per_s: float | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)

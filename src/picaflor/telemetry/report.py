@@ -31,6 +31,8 @@ def rows(record: Record) -> list[tuple[str, str]]:
             table.append((f"experts, {name}", _experts(phase, record)))
         if phase.read_bytes:
             table.append((f"reads, {name}", _reads(phase)))
+    if record.prefetch:
+        table.append(("read ahead", _ahead(record)))
     if record.physical_read_bytes is not None:
         table.append(("storage", f"{_decimal(record.physical_read_bytes)} physically read"))
     table.append(("memory", _memory(record)))
@@ -118,6 +120,18 @@ def _experts(phase: Phase, record: Record) -> str:
         wanted = phase.wanted / phase.tokens / record.moe_layers
         text += f" ({per_token:.2f} loads per token, {per_layer:.2f} of {wanted:.2f} wanted per layer)"
     return text
+
+
+def _ahead(record: Record) -> str:
+    phase = record.decode
+    known = phase.hits_prefetched + phase.prefetch_late + phase.prefetch_wasted
+    if not known:
+        return record.prefetch
+    return (
+        f"{record.prefetch}; of {known} experts in decode {phase.hits_prefetched / known:.0%} in time,"
+        f" {phase.prefetch_late / known:.0%} under way when they were wanted, {phase.prefetch_wasted / known:.0%} for"
+        f" nothing ({_decimal(phase.wasted_bytes)})"
+    )
 
 
 def _reads(phase: Phase) -> str:

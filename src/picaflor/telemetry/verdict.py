@@ -60,10 +60,11 @@ def _disk(record: Record, phase: Phase, name: str, wait: float) -> str:
     rate, bound = phase.read_bytes_per_s, ""
     if not rate and phase.read_service_s and readers:
         rate, bound = phase.read_bytes * readers / phase.read_service_s, "at most "
-    if rate and phase.read_bytes_per_token:
-        ceiling = rate / phase.read_bytes_per_token
+    needed = phase.needed_read_bytes_per_token
+    if rate and needed:
+        ceiling = rate / needed
         text += (
-            f"; disk {bound}{rate / 1e9:.2f} GB/s, {phase.read_bytes_per_token / 1e6:.1f} MB per token"
+            f"; disk {bound}{rate / 1e9:.2f} GB/s, {needed / 1e6:.1f} MB per token"
             f" -> ceiling {ceiling:.1f} tok/s, got {phase.tokens_per_s:.1f}"
         )
     cold = phase.cold_read_bytes
