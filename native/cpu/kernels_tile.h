@@ -79,9 +79,15 @@ void meet_tokens(const Chunk& chunk, const XView& view, const std::byte* x, floa
     const int64_t inputs = std::min(chunk.group_inputs, chunk.inputs - first);
     const int64_t end = first / 4 + round_up(groups_of(inputs, 4), kRun);
     Isa::Int sums[kTokens][kHalves][kPlanes];
-    for (auto& token : sums) {
-      for (auto& half : token) {
-        std::fill_n(half, kPlanes, Isa::zero());
+    for (int s = 0; s < kTokens; ++s) {
+      // From minus what the codes' offset adds on: to the lowest digits, and of three to the top ones apart.
+      const int64_t skip = s * view.stride / 4 + group;
+      for (int h = 0; h < kHalves; ++h) {
+        std::fill_n(sums[s][h], kPlanes, Isa::zero());
+        if constexpr (kPlanes == 3) {
+          sums[s][h][0] = Isa::set(-chunk.offset * data.top[skip]);
+        }
+        sums[s][h][kPlanes - 1] = Isa::set(-chunk.offset * data.sum[skip]);
       }
     }
     for (int64_t word = first / 4; word < end; word += kRun) {
@@ -128,8 +134,7 @@ void meet_tokens(const Chunk& chunk, const XView& view, const std::byte* x, floa
       const int64_t skip = s * view.stride / 4 + group;
       const Isa::Float x_scale = Isa::set_float(data.scale[skip]);
       for (int h = 0; h < kHalves; ++h) {
-        const Isa::Float value =
-            group_value<kPlanes>(sums[s][h], chunk.offset, data.sum[skip], kPlanes == 3 ? data.top[skip] : 0);
+        const Isa::Float value = group_value<kPlanes>(sums[s][h], 0, 0, 0);
         float* lanes = acc + s * kTileRows + h * Isa::kLanes;
         const Isa::Float scale = Isa::multiply(Isa::load_float(scales + h * Isa::kLanes), x_scale);
         Isa::store_float(lanes, Isa::fused(value, scale, Isa::load_float(lanes)));
