@@ -223,7 +223,7 @@ class Settings:
         },
     )
     backend: str = _option(
-        _choice("auto", "cpu", "cuda", "rocm"),
+        _choice("auto", "cpu", "cuda", "rocm", "metal", "vulkan"),
         "auto",
         "Device that computes; auto is the CPU.",
         (*ENGINE_COMMANDS, "capabilities", "verify"),

@@ -413,7 +413,10 @@ def test_interrupt_is_clean(picaflor: Run, fake: type[FakeEngine], monkeypatch: 
         (("inspect", "a", "b"), "got unexpected extra argument (b) (picaflor inspect --help lists what it takes)"),
         (("run", "x", "--stop", ""), "--stop: '' is not accepted; give text that is not empty, or a list"),
         (("run", "x", "--temperature", "9"), "--temperature: '9' is not accepted; give a number from 0 to 2"),
-        (("run", "x", "--backend", "metal"), "--backend: 'metal' is not accepted; give one of auto, cpu, cuda, rocm"),
+        (
+            ("run", "x", "--backend", "npu"),
+            "--backend: 'npu' is not accepted; give one of auto, cpu, cuda, rocm, metal, vulkan",
+        ),
         (("bench",), "no command given (picaflor bench --help"),
         (("bench", "kernel"), "no such command: kernel; did you mean kernels?"),
     ],

@@ -117,7 +117,7 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("threads", "1025", "a whole number from 1 to 1024"),
         ("threads", "2.5", "a whole number from 1 to 1024"),
         ("threads", "²", "a whole number from 1 to 1024"),
-        ("backend", "metal", "one of auto, cpu, cuda, rocm"),
+        ("backend", "npu", "one of auto, cpu, cuda, rocm, metal, vulkan"),
         ("precision", "half", "one of fast, standard, exact"),
         ("isa", "sse", "one of auto, scalar, avx2, avx512, neon"),
         ("group_size", "1", "a whole number from 2"),

@@ -50,12 +50,14 @@ class Limits:
         """Where the first `count` tokens of a sequence lie, as tokens counted over all pages, int32 `[count]`."""
         positions = np.arange(count, dtype=np.int32)
         pages = batch.pages[sequence, positions // self.page_tokens]
-        return (pages * self.page_tokens + positions % self.page_tokens).astype(np.int32)
+        found: I32 = (pages * self.page_tokens + positions % self.page_tokens).astype(np.int32)
+        return found
 
     def own_places(self, batch: Batch) -> I32:
         """Where the batch's own rows are stored, int32 `[rows]`."""
         pages = batch.pages[batch.sequences, batch.positions // self.page_tokens]
-        return (pages * self.page_tokens + batch.positions % self.page_tokens).astype(np.int32)
+        found: I32 = (pages * self.page_tokens + batch.positions % self.page_tokens).astype(np.int32)
+        return found
 
 
 def last_positions(batch: Batch) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""What recorders of devices have in common: every shape is checked, every operation gets its cell, the host hears of it.
+"""What recorders of devices share: every shape is checked, every operation gets its cell, the host hears of it.
 
 Knows shapes, the capability table and the host's twin; must not know any device, family or file. A device says how each
 operation is computed: `make(op, arguments, options)` gives the step's function. An operation whose cell went to the

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from picaflor.backends.table import NO_FORMAT
 from picaflor.conformance import suite
@@ -21,8 +22,8 @@ from picaflor.conformance.verify import (
     Variant,
     What,
     check_names,
-    known_precisions,
     open_device,
+    precisions_of,
     run_case,
     variants,
 )
@@ -120,8 +121,9 @@ def run_mutants(what: What, say: Say) -> MutationReport:
     for case in chosen:
         by_op.setdefault((case.case.op, case.case.format), []).append(case)
     variant = variants(what.backend, what.isa)[-2]
-    judge = _Judge(what, variant)
-    report = MutationReport(open_device(what, variant, "exact").name, variant)
+    plain: Any = open_device(what, variant, "standard")
+    judge = _Judge(what, variant, what.precisions or precisions_of(plain))
+    report = MutationReport(plain.name, variant)
     report.full = not what.ops and not what.formats
     for planted in plant(what.ops, what.formats, by_op):
         say(f"planting {planted}")
@@ -145,10 +147,10 @@ def _tried(planted: Planted, by_op: Mapping[tuple[str, str], list[Prepared]]) ->
 class _Judge:
     """Runs cases on a faulty device until one sees the fault."""
 
-    def __init__(self, what: What, variant: Variant) -> None:
+    def __init__(self, what: What, variant: Variant, precisions: Sequence[str]) -> None:
         self._what = what
         self._variant = variant
-        self._precisions = sorted(what.precisions or known_precisions(), key=lambda name: name != "exact")
+        self._precisions = sorted(precisions, key=lambda name: name != "exact")
 
     def __call__(self, planted: Planted, cases: Sequence[Prepared]) -> Verdict:
         """The verdict on one mutant; the first case that sees it is enough."""

@@ -117,6 +117,11 @@ def known_precisions() -> list[str]:
     return [name for name in settings.TABLE["precision"].kind.metavar.split("|") if name in LARGEST_DIGIT]
 
 
+def precisions_of(device: Any) -> list[str]:
+    """Those of `known_precisions` that a backend has: all, where it does not say."""
+    return [name for name in known_precisions() if name in getattr(device, "precisions", (name,))]
+
+
 def check_names(what: What, cases: Sequence[Case]) -> None:
     """Raises UsageError for an operation or a format that no case has."""
     for option, wanted, known in (
@@ -134,7 +139,7 @@ def verify(what: What, say: Say = _quiet) -> Report:
     check_names(what, every)
     chosen = suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)
     plain: Any = load_backend(EngineOptions(backend=what.backend, threads=1), _quiet)
-    report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or known_precisions()))
+    report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or precisions_of(plain)))
     report.counts = dict(suite.count(chosen))
     group = ""
     for case in chosen:
@@ -160,7 +165,8 @@ def _check_case(what: What, case: Prepared, report: Report) -> None:
             others = _fallbacks(device)
             if others:
                 report.failures.append(Failure(case.case.label, where, f"another kernel ran instead of {others}"))
-            outcome = compare(found, case.expected(precision), precision)
+            stores = getattr(device, "stores_activations", True)
+            outcome = compare(found, case.expected(precision), precision, by_rule=stores)
             key = (case.case.op, case.case.format, precision)
             report.metrics[key] = max(report.metrics.get(key, 0.0), outcome.metric)
             if outcome.fault:
@@ -172,9 +178,15 @@ def _check_case(what: What, case: Prepared, report: Report) -> None:
 
 
 def _fallbacks(device: Any) -> str:
-    """Names of the cells that did not run themselves; what was verified then is not what was asked for."""
+    """Names of the cells that did not run themselves, but for those that the table declares waived.
+
+    What was verified then is not what was asked for.
+    """
     table = getattr(device, "table", None)
-    return ", ".join(table.fallbacks) if isinstance(table, CapabilityTable) else ""
+    if not isinstance(table, CapabilityTable):
+        return ""
+    waived = {cell.name for cell in table.cells() if cell.state == "waived"}
+    return ", ".join(name for name in table.fallbacks if name not in waived)
 
 
 def run_case(case: Prepared, device: Device) -> list[Array] | str:

@@ -1,0 +1,89 @@
+"""What the Metal backend can do: one cell per operation and format.
+
+Knows names only; must not know MLX, models or files. A format that MLX multiplies as it is stored, or after a lossless
+change of layout, is native; one whose matrix is written out in float32 for each product is composed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from picaflor.backends.cpu import capabilities as cpu
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell, State
+
+BACKEND: Final = "metal"
+HOST: Final = cpu.BACKEND
+"""What computes where this backend cannot, or after a call of the device has failed."""
+
+WEIGHT_OPS: Final = ("matmul", "expert_ffn")
+ROW_OPS: Final = ("rows", "row_axpy")
+PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
+    {
+        "f32": "native",
+        "bf16": "composed",
+        "f16": "composed",
+        "int8-row": "native",
+        "int4-row": "native",
+        "int2-row": "native",
+        "int4-grouped": "native",
+        "int3-g64": "native",
+        "mxfp4": "native",
+        "fp8-e4m3-b128": "composed",
+    }
+)
+ROTATED: Final = "e8-iq3-lattice"
+FORMAT_FREE_OPS: Final[Mapping[str, State]] = MappingProxyType(
+    {
+        "rmsnorm": "native",
+        "layernorm": "native",
+        "rope": "composed",
+        "add": "native",
+        "silu_mul": "composed",
+        "kv_write": "native",
+        "index_select": "composed",
+        "attention": "composed",
+        "router": "composed",
+        "select_outputs": "native",
+        "sample": "composed",  # the host draws, from the row of logits that comes back anyway
+    }
+)
+HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
+"""Operations without weights that the host can do in the middle of a program: what needs no keys."""
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell of this backend."""
+    for name, state in PRODUCTS.items():
+        for op in (*WEIGHT_OPS, *ROW_OPS):
+            yield Cell(BACKEND, op, name, state)
+    for op in WEIGHT_OPS:
+        yield Cell(
+            BACKEND,
+            op,
+            ROTATED,
+            "waived",
+            to=HOST,
+            reason="MLX has no product for lattice codes",
+            cure="--backend cpu, or convert the model to int4-grouped",
+        )
+    for op in ROW_OPS:
+        yield Cell(BACKEND, op, ROTATED, "refused", reason=cpu.ROTATED[ROTATED])
+    for op, state in FORMAT_FREE_OPS.items():
+        yield Cell(BACKEND, op, NO_FORMAT, state)
+
+
+def host_cells() -> Iterator[Cell]:
+    """The host's cells that stand in: products, rows of an embedding, and what acts on one row alone."""
+    for cell in cpu.cells():
+        if cell.backend == HOST and (cell.op in (*WEIGHT_OPS, "rows") or cell.op in HOST_OPS):
+            yield cell
+
+
+def declare(table: CapabilityTable) -> CapabilityTable:
+    """Put this backend's cells into a table; the host stands in for a disabled one that it can do."""
+    table.declare(cells())
+    table.declare(host_cells())
+    table.spare(BACKEND, HOST)
+    return table
