@@ -123,6 +123,11 @@ class CapabilityTable:
             return Cell(backend, op, format_name, "refused", reason=reason)
         return Cell(backend, op, format_name, "waived", spare, reason, cure=f"leave out --disable {pattern}")
 
+    def surprises(self) -> list[str]:
+        """Names of the cells that others stood in for though they were declared to run themselves."""
+        waived = {cell.name for cell in self._cells.values() if cell.state == "waived"}
+        return [name for name in self.fallbacks if name not in waived]
+
     def _known(self, backend: str, op: str) -> str:
         formats = [key[2] for key in self._cells if key[:2] == (backend, op)]
         return f"declared: {', '.join(formats)}" if formats else "it declares none for this operation"

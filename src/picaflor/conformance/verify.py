@@ -183,10 +183,7 @@ def _fallbacks(device: Any) -> str:
     What was verified then is not what was asked for.
     """
     table = getattr(device, "table", None)
-    if not isinstance(table, CapabilityTable):
-        return ""
-    waived = {cell.name for cell in table.cells() if cell.state == "waived"}
-    return ", ".join(name for name in table.fallbacks if name not in waived)
+    return ", ".join(table.surprises()) if isinstance(table, CapabilityTable) else ""
 
 
 def run_case(case: Prepared, device: Device) -> list[Array] | str:
