@@ -11,7 +11,7 @@ import pytest
 from store_harness import FakePool, Model, Status, ids, make_model, wrong_planes
 
 from picaflor.errors import ReadFailed
-from picaflor.store.ahead import OFF_STEPS, ON_STEPS, REST_STEPS, ROUNDS, SETTLE_STEPS, Switch
+from picaflor.store.ahead import REST_STEPS, SETTLE_STEPS, WINDOW_STEPS, WINDOWS, Switch
 from picaflor.store.policy.choose import policies
 from picaflor.store.residency import IllegalTransition, Residency
 from picaflor.store.store import ExpertStore
@@ -188,19 +188,19 @@ def steps(switch: Switch, count: int, *, on: float, off: float) -> None:
 
 
 def test_the_switch_keeps_what_is_faster() -> None:
-    trial = ROUNDS * (ON_STEPS + OFF_STEPS)
+    trial = len(WINDOWS) * WINDOW_STEPS
     switch = Switch("auto")
     assert str(switch) == "auto: on, not tried yet"
     steps(switch, SETTLE_STEPS, on=9.0, off=0.1)  # slots fill: counts for nothing
     steps(switch, trial, on=0.9, off=1.0)
     assert (switch.enabled, switch.gain) == (True, pytest.approx(0.1))
-    assert switch.steps_off == ROUNDS * OFF_STEPS
+    assert switch.steps_off == trial // 2
     assert str(switch) == "auto: on, saves 10.0% of a step"
     steps(switch, REST_STEPS, on=2.0, off=1.0)  # worse meanwhile: found at the next trial
     assert switch.enabled
     steps(switch, trial, on=1.02, off=1.0)
     assert not switch.enabled
-    assert str(switch) == "auto: off, would cost 2.0% of a step"
+    assert str(switch) == "auto: off, it would cost 2.0% of a step"
     steps(switch, REST_STEPS + trial, on=0.5, off=1.0)
     assert switch.enabled
 
@@ -209,12 +209,22 @@ def test_the_switch_is_not_fooled_by_a_pause_or_by_what_the_other_state_left() -
     switch = Switch("auto")
     steps(switch, SETTLE_STEPS, on=1.0, off=1.0)
     before = switch.enabled
-    for step in range(ROUNDS * (ON_STEPS + OFF_STEPS)):
+    for step in range(len(WINDOWS) * WINDOW_STEPS):
         state = switch.enabled
         switch.step(50.0 if step == 5 or state != before else 0.98 if state else 1.0)
         before = state
     assert switch.enabled
     assert switch.gain == pytest.approx(0.02)
+
+
+def test_the_switch_is_not_fooled_by_a_drift() -> None:
+    """Steps get shorter all the time, while slots fill: with and without meet that alike."""
+    for with_it, kept in ((0.97, True), (1.04, False)):
+        switch = Switch("auto")
+        for step in range(SETTLE_STEPS + len(WINDOWS) * WINDOW_STEPS):
+            switch.step((2.0 - step / 100) * (with_it if switch.enabled else 1.0))
+        assert switch.enabled == kept
+        assert switch.gain == pytest.approx(1 - with_it, abs=0.015)
 
 
 def test_on_and_off_are_never_tried() -> None:

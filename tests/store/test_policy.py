@@ -127,7 +127,7 @@ def test_forecast_knows_what_follows_what() -> None:
     ranking.asked([2])
     assert max((0, 1, 3), key=ranking.scores.__getitem__) == 3
     assert ranking.scores[3] == pytest.approx(before[3], abs=0.05)
-    assert Forecast.nbytes(8) == ranking._follow.nbytes == 256
+    assert Forecast.nbytes(8) == ranking._table.nbytes == 288
 
 
 def test_pins_keep_their_slots() -> None:
@@ -245,5 +245,5 @@ def test_names() -> None:
         policies("pins", {3: [1, 2]})(cache)
     assert candidates(None) == ["forecast", "lru", "heat 16", "heat 256"]
     assert candidates({3: [1]}) == ["forecast", "lru", "heat 16", "heat 256", "pins half", "pins"]
-    assert policy_nbytes("auto", [LayerCache(0, 2, 8), LayerCache(1, 8, 8)]) == 256  # a layer that fits needs none
+    assert policy_nbytes("auto", [LayerCache(0, 2, 8), LayerCache(1, 8, 8)]) == 288  # a layer that fits needs none
     assert policy_nbytes("lru", [LayerCache(0, 2, 8)]) == 0

@@ -130,7 +130,8 @@ class _Guess:
         if reads is None:
             return None
         seconds = [value * read_share * expert_share for value in reads.extra_s]
-        return self._predict(self._misses(ledger), extra_s=seconds, expert_share=expert_share)
+        ahead = reads.bytes_per_s / read_share if ledger.ahead_slots else 0.0
+        return self._predict(self._misses(ledger), extra_s=seconds, expert_share=expert_share, ahead_bytes_per_s=ahead)
 
     def _misses(self, ledger: Ledger) -> list[Misses]:
         blocks = self._plan.moe
@@ -147,7 +148,14 @@ class _Guess:
         )
         return [independent_misses(_rate(*found.by_layer[block.layer]), block.router.top_k) for block in blocks]
 
-    def _predict(self, misses: Sequence[Misses], *, extra_s: Sequence[float], expert_share: float = 1.0) -> Speed:
+    def _predict(
+        self,
+        misses: Sequence[Misses],
+        *,
+        extra_s: Sequence[float],
+        expert_share: float = 1.0,
+        ahead_bytes_per_s: float = 0.0,
+    ) -> Speed:
         compute = self._measured.compute
         experts_s = compute.experts_s * expert_share
         nbytes = self._plan.expert_bytes // max(self._plan.experts, 1)
@@ -158,6 +166,7 @@ class _Guess:
             experts_s=experts_s,
             extra_s=extra_s,
             expert_bytes=int(nbytes * expert_share),
+            ahead_bytes_per_s=ahead_bytes_per_s,
         )
 
     def changes(self) -> list[Change]:

@@ -18,12 +18,18 @@ AHEAD_SLOTS = 4
 """Experts that may be read ahead at once."""
 MODES = ("auto", "on", "off")
 
-SETTLE_STEPS = 8
+SETTLE_STEPS = 32
 """Steps before the first trial, while the slots fill."""
-ON_STEPS, OFF_STEPS, ROUNDS = 8, 4, 3
-"""A trial: so many steps with and without, in turns, so many times."""
+WINDOW_STEPS = 4
+ROUND = (True, False, False, True)
+"""Windows with and without, so ordered that a drift of the times meets both alike."""
+ROUNDS = 3
+WINDOWS = ROUND * ROUNDS
+"""A trial."""
 REST_STEPS = 1024
 """Steps until the next trial."""
+TIE = 0.01
+"""Part by which steps may be longer with it before it counts as slower: a trial is that coarse."""
 
 
 class Switch:
@@ -42,25 +48,26 @@ class Switch:
         self.steps_off = 0
         self._in_force = self.enabled
         self._left = SETTLE_STEPS
-        self._rounds = 0
+        self._window = len(WINDOWS)  # no trial is under way
         self._fresh = False
-        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._times: list[list[float]] = []  # of each window
 
     def __str__(self) -> str:
         if not self._auto:
             return "on" if self.enabled else "off"
         if self.gain is None:
             return "auto: on, not tried yet"
-        saved = f"saves {self.gain:.1%}" if self.gain > 0 else f"would cost {-self.gain:.1%}"
-        return f"auto: {'on' if self._in_force else 'off'}, {saved} of a step"
+        if not self._in_force:
+            return f"auto: off, it would cost {-self.gain:.1%} of a step"
+        return f"auto: on, saves {max(self.gain, 0.0):.1%} of a step"
 
     def step(self, seconds: float) -> None:
         """A step of the program took so long, with what `enabled` was in it."""
         self.steps_off += not self.enabled
         if not self._auto:
             return
-        if self._rounds and not self._fresh:
-            self._times[self.enabled].append(seconds)
+        if self._window < len(WINDOWS) and not self._fresh:
+            self._times[self._window].append(seconds)
         self._fresh = False
         self._left -= 1
         if not self._left:
@@ -68,20 +75,29 @@ class Switch:
 
     def _next(self) -> None:
         """The next window of a trial, or its end."""
-        if not self._rounds:  # a trial begins
-            self._rounds = 2 * ROUNDS
-            self._times = {True: [], False: []}
+        if self._window == len(WINDOWS):  # a trial begins
+            self._window = 0
+            self._times = [[] for _ in WINDOWS]
         else:
-            self._rounds -= 1
-        if not self._rounds:
-            on, off = (statistics.median(self._times[state]) for state in (True, False))
-            self.gain = 1.0 - on / off
-            self._in_force = on < off
-        trying = self._rounds % 2 == 0
-        wanted = trying if self._rounds else self._in_force
-        self._left = (ON_STEPS if trying else OFF_STEPS) if self._rounds else REST_STEPS
+            self._window += 1
+        if self._window == len(WINDOWS):
+            self.gain = self._measured()
+            self._in_force = self.gain > -TIE
+            wanted, self._left = self._in_force, REST_STEPS
+        else:
+            wanted, self._left = WINDOWS[self._window], WINDOW_STEPS
         self._fresh = wanted != self.enabled  # the first step of a window still meets what the one before left
         self.enabled = wanted
+
+    def _measured(self) -> float:
+        """The part of a step that was saved: the median over rounds, of the windows' medians."""
+        medians = [statistics.median(times) for times in self._times]
+        gains = []
+        for first in range(0, len(WINDOWS), len(ROUND)):
+            of_round = list(zip(ROUND, medians[first : first + len(ROUND)], strict=True))
+            on, off = (sum(median for state, median in of_round if state is wanted) for wanted in (True, False))
+            gains.append(1.0 - on / off)
+        return statistics.median(gains)
 
 
 class Expected:

@@ -18,6 +18,7 @@ HEAT_HALF_LIFE = 16.0
 FOLLOW_HALF_LIFE = 70.0
 """Uses of an expert after which what followed it counts half."""
 _LARGEST = 1e100
+_LARGEST_F32 = 1e20
 
 
 class Ranking(Protocol):
@@ -74,8 +75,9 @@ class Heat:
 class Forecast:
     """The chance to be asked for next: decayed frequency, plus what followed the experts of this request before.
 
-    The second part is a table `[experts, experts]` of float32: how often the column was asked for one request after
-    the row. Requests for more than half of the experts (a prompt) teach nothing about what follows what.
+    A table `[experts + 1, experts]` of float32: how often the column was asked for one request after the row; the last
+    row is the frequency. Instead of a row shrinking, the unit that it counts in grows. Requests for more than half of
+    the experts (a prompt) teach nothing about what follows what.
     """
 
     greedy: bool = False
@@ -84,33 +86,36 @@ class Forecast:
         self.name = "forecast"
         self.scores: list[float] = [0.0] * experts
         self._experts = experts
-        self._heat = np.zeros(experts)
-        self._follow = np.zeros((experts, experts), dtype=np.float32)
-        self._heat_keep = 2.0 ** (-1.0 / HEAT_HALF_LIFE)
-        self._follow_keep = np.float32(2.0 ** (-1.0 / FOLLOW_HALF_LIFE))
+        self._table = np.zeros((experts + 1, experts), dtype=np.float32)
+        self._flat = self._table.reshape(-1)
+        keep = [2.0 ** (-1.0 / FOLLOW_HALF_LIFE)] * experts + [2.0 ** (-1.0 / HEAT_HALF_LIFE)]
+        self._growth = [1.0 / part for part in keep]
+        self._parts = [1.0 - part for part in keep]
+        self._units = [1.0] * (experts + 1)
         self._before: list[int] = []
 
     @staticmethod
     def nbytes(experts: int) -> int:
         """Memory of one layer's table."""
-        return 4 * experts * experts
+        return 4 * experts * (experts + 1)
 
     def asked(self, experts: Sequence[int]) -> None:
         """Learn from the request, then look one request ahead."""
+        heat, units, growth = self._experts, self._units, self._growth
         now = list(experts)
-        self._heat *= self._heat_keep
-        self._heat[now] += 1.0 - self._heat_keep
-        if 2 * len(now) > self._experts:
-            self._before = []
-            self.scores = self._heat.tolist()
-            return
-        if self._before:
-            rows = self._follow[self._before]
-            rows *= self._follow_keep
-            rows[:, now] += 1 - self._follow_keep
-            self._follow[self._before] = rows
-        self._before = now
-        self.scores = (self._heat + self._follow[now].sum(axis=0)).tolist()
+        prompt = 2 * len(now) > heat
+        taught = [heat] if prompt else [*self._before, heat]
+        for row in taught:
+            units[row] *= growth[row]
+            if units[row] > _LARGEST_F32:
+                self._table[row] /= units[row]
+                units[row] = 1.0
+        counted = np.array([units[row] for row in taught], dtype=np.float32)
+        self._flat[np.add.outer([row * heat for row in taught], now)] += counted[:, None]
+        rows = [heat] if prompt else [*now, heat]
+        weights = np.array([self._parts[row] / units[row] for row in rows], dtype=np.float32)
+        self.scores = (weights @ self._table[rows]).tolist()
+        self._before = [] if prompt else now
 
 
 class Pins:
