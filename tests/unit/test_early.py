@@ -11,7 +11,8 @@ from picaflor.backends.cpu.kernels import hold
 from picaflor.backends.reference import route
 from picaflor.formats import REGISTRY
 
-HIDDEN, EXPERTS, TOP = 64, 24, 5
+HIDDEN, EXPERTS, TOP = 64, 24, 6
+TOLD = 4  # 5/8 of them, rounded up
 
 
 def spec(score: str, groups: int = 1, top_groups: int = 1) -> RouterSpec:
@@ -36,7 +37,7 @@ def test_the_choice_is_the_routers_for_the_input_that_it_will_have(how: RouterSp
     residual = rng.standard_normal((1, HIDDEN))
     wanted, _ = route((residual * there @ weight.T)[0], None if bias is None else bias.astype(np.float64), how)
     found = first.choose((residual * here).astype(np.float32))
-    assert found.tolist() == wanted.tolist()
+    assert found.tolist() == wanted.tolist()[:TOLD]
     assert found.dtype == np.int32
 
 
