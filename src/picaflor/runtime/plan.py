@@ -189,6 +189,8 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     except ImportError as error:
         raise UnsupportedKernel(f"backend {name} cannot start: {error}") from error
     device: dict[str, Any] = {} if name == "cpu" else {"backend": name, "vram_bytes": options.vram_bytes}
+    if name == "metal" and options.vram_bytes is None:
+        device["vram_bytes"] = options.ram_bytes  # one memory for host and device
     backend: HostBackend = module.open_backend(
         threads=options.threads,
         precision=options.precision,

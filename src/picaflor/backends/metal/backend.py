@@ -37,7 +37,7 @@ PRECISIONS: Final = ("standard",)
 SCRATCH_BYTES: Final = 512 << 20
 """Left free for scores, products under way and what MLX keeps for later."""
 CPU_SHARE: Final = 0.5
-"""Part of the free memory of a machine without Metal that is used where nothing is asked for."""
+"""Part of the memory of a machine without Metal that is used where nothing is asked for."""
 CPU_NOTICE: Final = (
     "backend metal: MLX has no Metal device here and computes on its CPU device, which is for tests and slow; "
     "--backend cpu is the backend for this machine"
@@ -81,7 +81,8 @@ class MetalBackend:
         self._recorders: list[MetalRecorder] = []
         self._host: CpuBackend | None = None
         self._sampled = False
-        self.experts = Experts(self._free_bytes)
+        self._host_has_experts = False
+        self.experts = Experts(self._expert_bytes)
         mx.set_cache_limit(CACHE_BYTES)
         if not library.on_metal() and notice is not None:
             notice(CPU_NOTICE)
@@ -153,8 +154,15 @@ class MetalBackend:
         return self.workspace_bytes()
 
     def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
-        """Whether all experts fit into MLX's memory beside all else, so that the host keeps none."""
-        return expert_bytes * MOST_GROWTH <= self._free_bytes()
+        """Whether all experts fit into MLX's memory beside all else, so that the host keeps none.
+
+        Where they do not, the host's slots hold them and MLX keeps none: memory is one, and nothing lies there twice.
+        """
+        self._host_has_experts = resident_bytes + expert_bytes * MOST_GROWTH > self._free_bytes()
+        return not self._host_has_experts
+
+    def _expert_bytes(self) -> int:
+        return 0 if self._host_has_experts else self._free_bytes()
 
     def _free_bytes(self) -> int:
         """What is left for experts when all else is there."""
@@ -193,8 +201,8 @@ def _limit(vram_bytes: int | None) -> int:
     """Bytes that MLX may take: what was asked for, at most the working set that Metal recommends."""
     recommended = library.working_set()
     if recommended is None:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return int(free * CPU_SHARE) if vram_bytes is None else vram_bytes
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(memory * CPU_SHARE) if vram_bytes is None else vram_bytes
     limit = recommended if vram_bytes is None else min(recommended, vram_bytes)
     mx.set_memory_limit(limit)
     return limit
