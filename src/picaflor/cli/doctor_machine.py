@@ -119,7 +119,7 @@ def check_backend(name: str) -> Check:
         backend = load_backend(EngineOptions(backend=name), lambda text: None)
     except (PicaflorError, OSError, ImportError, RuntimeError) as error:
         return Check(f"backend.{name}", "info", f"does not start: {' '.join(str(error).split())}")
-    return Check(f"backend.{name}", "ok", f"started: {backend.isa}")
+    return Check(f"backend.{name}", "ok", f"started: {getattr(backend, 'described', backend.isa)}")
 
 
 def check_storage(path: Path, *, sys: Path = _SYS) -> Check:

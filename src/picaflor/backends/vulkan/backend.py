@@ -32,6 +32,12 @@ from picaflor.errors import UsageError
 from picaflor.formats.base import F32
 
 PRECISIONS: Final = ("fast", "standard", "exact")
+FUSED: Final = {
+    "fused": "fused products and sums, the CPU's bits",
+    "float64": "products and sums through float64, the CPU's bits",
+    "plain": "products and sums are rounded twice: other bits than the CPU's, repeatable",
+}
+"""What is told of each way of fused products and sums."""
 UNTOLD_BYTES: Final = 2 << 30
 """For experts where `--vram` does not say how much memory there is: Vulkan tells no program what is free."""
 
@@ -75,6 +81,12 @@ class VulkanBackend:
             notice(
                 f"--backend vulkan: {self.gpu.name} is a software rasteriser on the CPU, for tests and not for speed"
             )
+
+    @property
+    def described(self) -> str:
+        """The device in words: its name, whether it is none of its own, how products and sums are rounded."""
+        kind = "software rasteriser, " if self.gpu.software else ""
+        return f"{self.gpu.name} ({kind}{FUSED[self.gpu.fusion]})"
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Zeroed host memory, untouched until written, with 64 more readable bytes behind it."""

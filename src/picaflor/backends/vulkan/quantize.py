@@ -20,9 +20,10 @@ _INTEGERS: Final = """
 const Q: u32 = @Qu;
 const Q_SHIFT: u32 = @SHIFTu;
 fn times(a: u32, b: u32) -> vec2<u32> {  // (high, low) of a product of two numbers below 2^25
-  let low = (a & 4095u) * b;
-  let high = (a >> 12u) * b + (low >> 12u);
-  return vec2<u32>(high >> 20u, (high << 12u) | (low & 4095u));
+  let low = (a & 0xffffu) * (b & 0xffffu);
+  let one = (a >> 16u) * (b & 0xffffu) + (low >> 16u);
+  let two = (a & 0xffffu) * (b >> 16u) + (one & 0xffffu);
+  return vec2<u32>((a >> 16u) * (b >> 16u) + (one >> 16u) + (two >> 16u), (two << 16u) | (low & 0xffffu));
 }
 fn above(a: vec2<u32>, b: vec2<u32>) -> bool { return a.x > b.x || (a.x == b.x && a.y > b.y); }
 // A value that lies exactly between two integers: -1, 0, 1 as float64's rounding of Q / m takes it below, at or above.
