@@ -58,7 +58,7 @@ def _no_device() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return " ".join(str(error).split())
+        return f"torch sees no device: {str(error).split('. ')[0].split(chr(10))[0]}"
     return "torch sees no device"
 
 
