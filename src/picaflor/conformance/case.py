@@ -205,8 +205,10 @@ class Slots:
     def __init__(self, device: Device, experts: Mapping[int, Sequence[tuple[Matrix, Matrix, Matrix]]]) -> None:
         self._layouts: dict[int, list[ExpertLayout]] = {}
         self._slots: dict[int, list[NDArray[np.uint8]]] = {}
+        # As wide as the widest, so that a slot taken for another's, which mutants do, is wrong and not out of bounds.
+        widest = max(slot_bytes(member) for members in experts.values() for member in members)
         for layer, members in experts.items():
-            pairs = [make_slot(device, member) for member in members]
+            pairs = [make_slot(device, member, least=widest) for member in members]
             self._layouts[layer] = [layout for layout, _ in pairs]
             self._slots[layer] = [slot for _, slot in pairs]
 
@@ -235,8 +237,8 @@ class SlotLease:
                 yield part, np.array([self.slots[number].ctypes.data for number in part], dtype=np.uint64)
 
 
-def make_slot(device: Device, member: tuple[Matrix, Matrix, Matrix]) -> tuple[ExpertLayout, NDArray[np.uint8]]:
-    """One slot with three matrices, each plane at a multiple of 64 bytes."""
+def _places(member: tuple[Matrix, Matrix, Matrix]) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Offset of each plane by matrix, at multiples of 64 in the order down, gate, up, and where the last one ends."""
     gate, up, down = member
     offsets: dict[str, tuple[int, ...]] = {}
     end = 0
@@ -246,7 +248,21 @@ def make_slot(device: Device, member: tuple[Matrix, Matrix, Matrix]) -> tuple[Ex
             starts.append(end)
             end = -(-(end + plane.nbytes) // 64) * 64
         offsets[name] = tuple(starts)
-    slot = device.allocate(end)
+    return offsets, end
+
+
+def slot_bytes(member: tuple[Matrix, Matrix, Matrix]) -> int:
+    """Bytes of an expert in its slot."""
+    return _places(member)[1]
+
+
+def make_slot(
+    device: Device, member: tuple[Matrix, Matrix, Matrix], *, least: int = 0
+) -> tuple[ExpertLayout, NDArray[np.uint8]]:
+    """One slot with three matrices, each plane at a multiple of 64 bytes; at least `least` bytes."""
+    gate, up, down = member
+    offsets, end = _places(member)
+    slot = device.allocate(max(end, least))
     layouts = {}
     for name, matrix in (("down", down), ("gate", gate), ("up", up)):
         for plane, offset in zip(matrix.planes, offsets[name], strict=True):

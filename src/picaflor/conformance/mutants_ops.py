@@ -447,7 +447,7 @@ def _experts() -> Iterator[OperationMutant]:
     yield OperationMutant(
         "experts in another order",
         ("expert_ffn",),
-        Fault(batches=lambda given, memory: iter(given[::-1])),
+        Fault(batches=lambda given, seen: iter(given[::-1])),
         equivalent="which expert is computed first never matters",
     )
 
@@ -475,15 +475,14 @@ def _layouts_exchanged(m: FaultyRecorder, *arguments: Any, layouts: Any, **given
     m.inner.experts(*arguments, layouts=turned, **given)
 
 
-def _stale(given: Batches, memory: dict[str, Any]) -> Lease:
-    """The slots of the first lease, for ever."""
-    first: dict[int, int] = memory.setdefault("slots", {})
+def _stale(given: Batches, first: dict[int, int]) -> Lease:
+    """The slots of a provider's first lease, for ever."""
     for ids, addresses in given:
         old = [first.setdefault(int(number), int(at)) for number, at in zip(ids, addresses, strict=True)]
         yield ids, np.array(old, dtype=np.uint64)
 
 
-def _expert_of_other_number(given: Batches, memory: dict[str, Any]) -> Lease:
+def _expert_of_other_number(given: Batches, seen: dict[int, int]) -> Lease:
     """Within a lease the slots are given to the experts in turn."""
     every = np.concatenate([addresses for _, addresses in given])
     yield np.concatenate([ids for ids, _ in given]), np.roll(every, 1)

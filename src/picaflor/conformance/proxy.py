@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ class Fault:
     matrix: Callable[[Matrix], Matrix] | None = None
     operations: Mapping[str, ChangeOperation] = field(default_factory=dict)
     layer: Callable[[int], int] | None = None
-    batches: Callable[[list[tuple[I32, NDArray[np.uint64]]], dict[str, Any]], Lease] | None = None
+    batches: Callable[[list[tuple[I32, NDArray[np.uint64]]], dict[int, int]], Lease] | None = None
     slot: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] | None = None
     batch: ChangeBatch | None = None
     sample: Callable[..., int] | None = None
@@ -65,6 +66,7 @@ class FaultyDevice:
         self.name = inner.name
         self.precision: Precision = inner.precision
         self.memory: dict[str, Any] = {}
+        self.slots_seen: WeakKeyDictionary[ExpertProvider, dict[int, int]] = WeakKeyDictionary()
         self.vectors: dict[int, F32] = {}
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
@@ -262,23 +264,27 @@ class FaultyExperts:
         """Hold experts of a layer, or of another one."""
         change = self._device.fault.layer
         with self._inner.acquire(layer if change is None else change(layer), experts) as lease:
-            yield FaultyLease(self._device, lease, self._layouts[layer])
+            seen = self._device.slots_seen.setdefault(self._inner, {})
+            yield FaultyLease(self._device, lease, self._layouts[layer], seen)
 
 
 class FaultyLease:
     """What a lease yields, changed; copies live as long as the lease."""
 
-    def __init__(self, device: FaultyDevice, inner: ExpertLease, layouts: Sequence[ExpertLayout]) -> None:
+    def __init__(
+        self, device: FaultyDevice, inner: ExpertLease, layouts: Sequence[ExpertLayout], seen: dict[int, int]
+    ) -> None:
         self._device = device
         self._inner = inner
         self._layouts = layouts
+        self._seen = seen
         self._keep: list[NDArray[np.uint8]] = []
 
     def batches(self) -> Lease:
         """(numbers, slot addresses)."""
         fault = self._device.fault
         given = [(ids, self._changed(ids, addresses)) for ids, addresses in self._inner.batches()]
-        yield from given if fault.batches is None else fault.batches(given, self._device.memory)
+        yield from given if fault.batches is None else fault.batches(given, self._seen)
 
     def _changed(self, ids: I32, addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
         fault = self._device.fault
