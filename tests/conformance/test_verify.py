@@ -20,6 +20,7 @@ from picaflor.conformance.oracle_formats import read, rotate, unrotate
 from picaflor.conformance.proxy import Fault, FaultyDevice
 from picaflor.conformance.stored import scales, with_scales
 from picaflor.conformance.verify import Variant, What
+from picaflor.errors import UsageError
 from picaflor.runtime.plan import EngineOptions, load_backend
 
 STORED = [(name, size) for name, form in formats.REGISTRY.items() for size in (form.group_sizes or (0,))]
@@ -100,6 +101,11 @@ def test_other_bits_on_one_variant_are_counted(monkeypatch: pytest.MonkeyPatch) 
     report = verify.verify(what)
     assert report.differing > 0
     assert any("other bits than scalar x1" in failure.fault for failure in report.failures)
+
+
+def test_a_choice_of_no_case_is_refused() -> None:
+    with pytest.raises(UsageError, match="--op rope --format int4-grouped: no case has both"):
+        verify.verify(What(ops=("rope",), formats=("int4-grouped",)))
 
 
 def test_a_fallback_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

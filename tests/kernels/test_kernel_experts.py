@@ -199,6 +199,11 @@ def test_long_batches_go_in_parts(experts: list[Expert]) -> None:
     got = run(experts, x, ids, weights, threads=2)
     for part in (slice(0, 1), slice(128, 150), slice(299, 300)):
         assert same_bits(run(experts, x[part], ids[part], weights[part]), got[part].copy())
+    ids[:] = ids[0]  # every row at the same two experts: more rows of one expert than are gathered at once
+    got = run(experts, x, ids, weights, threads=2)
+    for row in (0, 127, 128, 200, 299):
+        part = slice(row, row + 1)
+        assert same_bits(run(experts, x[part], ids[part], weights[part]), got[part].copy()), row
 
 
 def test_first_use_order_and_refusals(experts: list[Expert]) -> None:

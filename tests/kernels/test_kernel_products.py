@@ -78,6 +78,36 @@ def test_same_bits_on_every_instruction_set(name: str, group_size: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "group_size"), CASES, ids=CASE_IDS)
+def test_sizes_beyond_every_block(name: str, group_size: int) -> None:
+    """More rows of x than are met at a time, more rows of weights than an item, more inputs than a chunk."""
+    rng = np.random.default_rng(23)
+    for rows, cols, count in ((20, 200, 300), (1100, 130, 1), (17, 1100, 150)):
+        data = sample(name, group_size, rows, cols, tame=True)
+        x = activations(rng, count, cols)
+        exact = inputs(name, x) @ data.decoded.astype(np.float64).T
+        bound = largest_error(name, group_size, data, x, 2)
+        for isa in ISAS[1:]:
+            errors = np.abs(kernels.matmul(data.weight, x, planes=2, isa=isa) - exact)
+            assert (errors <= bound).all(), (isa, rows, cols, count, (errors - bound).max())
+
+
+def test_the_smallest_scales_of_mxfp4() -> None:
+    """Codes 0 to 3 are 2^-127 to 2^-124: halved, the first two are no normal floats."""
+    rng = np.random.default_rng(29)
+    codes, scales = formats.REGISTRY["mxfp4"].sample(rng, 20, 128, 0)
+    scales[...] = rng.integers(0, 4, scales.shape)
+    decoded = formats.REGISTRY["mxfp4"].decode((codes, scales), 20, 128, 0).astype(np.float64)
+    weight = kernels.hold("mxfp4", (codes, scales), 20, 128, 0)
+    x = (activations(rng, 13, 128) * np.float32(2.0**110)).astype(np.float32)
+    for isa in ISAS:
+        for count in (1, 3, 13):
+            got = kernels.matmul(weight, x[:count], planes=3, isa=isa)
+            exact = x[:count].astype(np.float64) @ decoded.T
+            magnitude = np.abs(x[:count].astype(np.float64)) @ np.abs(decoded).T
+            assert (np.abs(got - exact) <= 1e-6 * magnitude).all(), (isa, count)
+
+
+@pytest.mark.parametrize(("name", "group_size"), CASES, ids=CASE_IDS)
 def test_a_row_does_not_see_its_neighbours(name: str, group_size: int) -> None:
     """Row s of a batch is what row s gives alone; a range of weight rows is that part of all rows."""
     rng = np.random.default_rng(13)

@@ -138,6 +138,11 @@ def verify(what: What, say: Say = _quiet) -> Report:
     every = list(suite.all_cases())
     check_names(what, every)
     chosen = suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)
+    if not chosen:
+        raise UsageError(
+            f"--op {' '.join(what.ops)} --format {' '.join(what.formats)}: no case has both"
+            f"{'' if what.full else ' (with --full there may be)'}; a run of nothing proves nothing"
+        )
     plain: Any = load_backend(EngineOptions(backend=what.backend, threads=1), _quiet)
     report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or precisions_of(plain)))
     report.counts = dict(suite.count(chosen))
