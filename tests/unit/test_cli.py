@@ -21,7 +21,9 @@ from picaflor import cli
 from picaflor.cli import app, bench
 from picaflor.cli.lazy import LazyGroup
 from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt, progress_text
+from picaflor.cli.run import prompt_ids
 from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
+from picaflor.models.config import Notices
 from picaflor.runtime.plan import EngineOptions
 from picaflor.telemetry.record import Phase, Record
 
@@ -261,6 +263,22 @@ def test_prompt_starts_as_the_model_knows_it(
     monkeypatch.setattr(FakeTemplate, "start", start)
     assert picaflor("run", prompt)[0] == 0
     assert fake.calls[0][0] == text
+
+
+def test_a_template_that_fails_is_named_where_it_would_give_the_start() -> None:
+    class Failing:
+        def render(self, messages: list[dict[str, str]], **_: bool) -> str:
+            raise BadTemplate("chat_template.jinja: line 1: no turns")
+
+    notices = Notices()
+    tokenizer = types.SimpleNamespace(encode=lambda text: [7, 8])
+    engine: Any = types.SimpleNamespace(
+        chat_template=Failing(), tokenizer=tokenizer, plan=types.SimpleNamespace(notices=notices)
+    )
+    assert prompt_ids(engine, "Hi", chat=False) == [7, 8]
+    (line,) = notices.messages
+    assert "starts without start tokens" in line
+    assert "chat_template.jinja: line 1: no turns" in line
 
 
 def test_chat_flag_renders_the_template(picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
