@@ -72,6 +72,7 @@ class FakeEngine:
     stop_names = ("<end>", "<user>")
     tokenizer = FakeTokenizer()
     chat_template: FakeTemplate | None = FakeTemplate()
+    plan = types.SimpleNamespace(notices=Notices())
 
     @classmethod
     def open(cls, path: Path | None, options: EngineOptions, *, progress: Any, warn: Any) -> FakeEngine:

@@ -91,14 +91,14 @@ def chat_ids(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
 def _sequence_prefix(engine: Engine) -> list[int]:
     """The control tokens with which the model's template starts any conversation; none where it has no such start.
 
-    A template that fails without a turn is named, once: the text then starts without tokens that others would put there.
+    A template that fails without a turn is named: the text then starts without tokens that others would put there.
     """
     if engine.chat_template is None:
         return []
     try:
         ids = engine.tokenizer.encode(engine.chat_template.render([], add_generation_prompt=False))
     except BadTemplate as error:
-        engine.plan.notices.note(f"the prompt starts without start tokens, which the chat template would tell: {error}")
+        engine.plan.notices.tell(f"the prompt starts without start tokens, which the chat template would tell: {error}")
         return []
     return ids if all(number in engine.tokenizer.special for number in ids) else []
 
