@@ -84,29 +84,24 @@ class RowsAhead {
 // The digits of a prepared row in the order that 64 stored bytes meet them: [block][term][plane][64].
 template <class Words, int kPlanes>
 const int8_t* linear_digits(const int8_t* digits, int64_t blocks, Scratch& scratch) {
-  constexpr int kTerms = Words::kTerms;
-  auto* out = static_cast<int8_t*>(scratch.at_least(blocks * kTerms * kPlanes * kBlock));
+  static_assert(Words::kTerms == 2);
+  auto* out = static_cast<int8_t*>(scratch.at_least(blocks * 2 * kPlanes * kBlock));
   const Isa::Int evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const Isa::Int odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  const auto split = [&](Isa::Int a, Isa::Int b, Isa::Int* even, Isa::Int* odd) __attribute__((always_inline)) {
-    *even = _mm512_permutex2var_epi32(a, evens, b);
-    *odd = _mm512_permutex2var_epi32(a, odds, b);
-  };
   for (int64_t block = 0; block < blocks; ++block) {
     for (int p = 0; p < kPlanes; ++p) {
-      const auto part = [&](int i) { return Isa::load(digits + ((block * kTerms + i) * kPlanes + p) * kBlock); };
-      static_assert(kTerms == 2);
-      Isa::Int terms[kTerms];
-      split(part(0), part(1), &terms[0], &terms[1]);
-      for (int k = 0; k < kTerms; ++k) {
-        Isa::store(out + ((block * kTerms + k) * kPlanes + p) * kBlock, terms[k]);
-      }
+      const int64_t first = (block * 2 * kPlanes + p) * kBlock;  // the second half lies kPlanes blocks of digits later
+      const int64_t second = first + kPlanes * kBlock;
+      const Isa::Int a = Isa::load(digits + first);
+      const Isa::Int b = Isa::load(digits + second);
+      Isa::store(out + first, _mm512_permutex2var_epi32(a, evens, b));
+      Isa::store(out + second, _mm512_permutex2var_epi32(a, odds, b));
     }
   }
   return out;
 }
 
-// Sums of runs of kWidth words of kCount = kWidth registers, sixteen of them, in order.
+// Sums of the runs of kWidth words in kWidth registers: sixteen of them, in order.
 template <int kWidth>
 PICAFLOR_INLINE Isa::Int sums_of_runs(const Isa::Int* q) {
   const auto pairs = [](Isa::Int a, Isa::Int b) __attribute__((always_inline)) {
