@@ -1,13 +1,15 @@
-"""Writes glm-mid and glm-big: synthetic GLM containers with random weights, for measuring speed only.
+"""Writes glm-mid, glm-big and glm-wide: synthetic GLM containers with random weights, for measuring speed only.
 
 The bytes are made directly (random codes, scales that keep activations near 1), never through a float matrix. The same
-name and seed give the same bytes. No tokenizer: these models are benchmarked with token ids.
+name and seed give the same bytes, with any number of `--workers`. No tokenizer: these models are benchmarked with token
+ids. glm-wide has layers of GLM-5.2's sizes (24 GB: 16 of them, with 72 experts each).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import zlib
 from collections.abc import Container
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from picaflor.container.writer import ContainerWriter
+from picaflor.container.writer import DEFAULT_SHARD_BYTES, ContainerWriter
 from picaflor.convert.plan import Plan, PlannedExpert, PlannedMatrix, PlannedVector, make_plan, rules_json
 from picaflor.convert.policy import Policy
 from picaflor.errors import PicaflorError
@@ -27,6 +29,20 @@ from picaflor.models.base import VectorSpec, build_model
 MODELS = {
     "glm-mid": {"num_hidden_layers": 12, "n_routed_experts": 64},
     "glm-big": {"num_hidden_layers": 24, "n_routed_experts": 128},
+    "glm-wide": {
+        "num_hidden_layers": 16,
+        "n_routed_experts": 72,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "num_attention_heads": 64,
+        "vocab_size": 32768,
+    },
     "glm-nano": {
         "num_hidden_layers": 4,
         "n_routed_experts": 8,
@@ -42,6 +58,7 @@ MODELS = {
 # Root mean square of uniform codes: nibbles 1..15 with 8 twice, and bytes -127..127.
 NIBBLE_RMS = 4.1833
 BYTE_RMS = 73.612
+LEAST_SHARD_BYTES = 250_000_000
 # Gain of the matrices that are not 1: logits spread enough to have a clear winner, and routes that differ.
 GAINS = {"head": 3.0, "router": 1.5}
 
@@ -155,15 +172,36 @@ def touched(plan: Plan, experts_per_token: int) -> dict[str, int]:
     return counts
 
 
-def generate(name: str, out: Path, *, seed: int) -> dict[str, Any]:
-    """Write the model to `out` and return its figures. Shards that are complete from an earlier try stay."""
-    values = config(name)
-    model = build_model(values, _Wanted(values["num_hidden_layers"]))
-    plan = make_plan(model, Policy())
-    writer = ContainerWriter(out, rules_json=rules_json(plan), metadata={"picaflor.generator": f"{name} seed {seed}"})
+def _planned(values: dict[str, Any]) -> Plan:
+    return make_plan(build_model(values, _Wanted(values["num_hidden_layers"])), Policy())
+
+
+def write_share(name: str, out: Path, seed: int, share: tuple[int, int]) -> None:
+    """Write every n-th shard from the i-th on, `share` being (i, n)."""
+    plan = _planned(config(name))
+    writer = ContainerWriter(
+        out,
+        rules_json=rules_json(plan),
+        metadata={"picaflor.generator": f"{name} seed {seed}"},
+        max_shard_bytes=max(DEFAULT_SHARD_BYTES // share[1], LEAST_SHARD_BYTES),
+    )
     weights = RandomWeights(seed)
     plan.declare(writer, matrix=weights.matrix, vector=weights.vector)
-    writer.write(resume=True, progress=_Progress())
+    writer.write(resume=True, progress=_Progress() if share[1] == 1 else None, share=share)
+
+
+def generate(name: str, out: Path, *, seed: int, workers: int = 1) -> dict[str, Any]:
+    """Write the model to `out` and return its figures. Shards that are complete from an earlier try stay.
+
+    More workers write smaller shards, of the same tensors.
+    """
+    values = config(name)
+    plan = _planned(values)
+    if workers == 1:
+        write_share(name, out, seed, (0, 1))
+    else:
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            pool.starmap(write_share, [(name, out, seed, (number, workers)) for number in range(workers)])
     (out / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     classes = touched(plan, values["num_experts_per_tok"])
     experts = [item for item in plan.items if isinstance(item, PlannedExpert)]
@@ -197,9 +235,10 @@ def main() -> int:
     parser.add_argument("model", choices=list(MODELS))
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not hold another model")
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--workers", type=int, default=1, help="processes that write, each its own shards")
     options = parser.parse_args()
     try:
-        print(json.dumps(generate(options.model, options.out, seed=options.seed), indent=1))
+        print(json.dumps(generate(options.model, options.out, seed=options.seed, workers=options.workers), indent=1))
     except PicaflorError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

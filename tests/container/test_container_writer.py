@@ -407,6 +407,29 @@ def test_resume_keeps_finished_shards(tmp_path: Path) -> None:
         }
 
 
+def test_several_processes_write_one_directory(tmp_path: Path) -> None:
+    """Each writes its share beside files that the others have not finished; together it is what one would write."""
+
+    def writer(folder: Path) -> ContainerWriter:
+        result = ContainerWriter(folder, max_shard_bytes=4)
+        for number, name in enumerate("abcde"):
+            result.add(name, "U8", [4], np.full(4, number, np.uint8))
+        return result
+
+    other = tmp_path / "together" / ".model-00002-of-00005.safetensors.tmp-1"
+    other.parent.mkdir()
+    other.write_bytes(b"another process writes this")
+    paths = [writer(tmp_path / "together").write(resume=True, share=(0, 2))]
+    assert [path.name[6:11] for path in paths[0]] == ["00001", "00003", "00005"]
+    assert other.exists()
+    paths.append(writer(tmp_path / "together").write(resume=True, share=(1, 2)))
+    assert [path.name[6:11] for path in paths[1]] == ["00002", "00004"]
+    alone = writer(tmp_path / "alone").write()
+    assert {path.name: path.read_bytes() for path in alone} == {
+        path.name: path.read_bytes() for path in (tmp_path / "together").iterdir()
+    }
+
+
 def test_every_written_dtype_is_read_back(tmp_path: Path) -> None:
     writer = ContainerWriter(tmp_path)
     for dtype in WRITTEN_DTYPES:

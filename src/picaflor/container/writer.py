@@ -180,8 +180,15 @@ class ContainerWriter:
         starts = [first.get(place, ITEM_BYTES.get(spec.dtype, 1)) for place, spec in enumerate(specs)]
         self._declare(specs, starts, produce)
 
-    def write(self, *, resume: bool = False, progress: Progress | None = None) -> tuple[Path, ...]:
-        """Write all shards and return their paths.
+    def write(
+        self,
+        *,
+        resume: bool = False,
+        progress: Progress | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> tuple[Path, ...]:
+        """Write all shards and return their paths; `share` (i, n): only every n-th from the i-th on, with `resume`, so
+        that n processes with the same declarations write one directory together.
 
         Every shard is written under a temporary name, synced, and renamed. Without `resume` all renames come last, and
         a failure leaves the directory as it was. With `resume` each finished shard is renamed at once and stays, and a
@@ -189,8 +196,9 @@ class ContainerWriter:
         Raises WriteFailed (disk), BadContainer (an array that does not match its declaration), UsageError (the
         directory already holds other shards).
         """
-        plans = self._plan()
-        kept = self._existing(plans, resume)
+        every = self._plan()
+        plans = every[share[0] :: share[1]]
+        kept = self._existing(every, resume)
         todo = [plan for plan in plans if plan.name not in kept]
         total = sum(plan.nbytes for plan in todo)
         made = not self._directory.exists()
