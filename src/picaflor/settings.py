@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -20,8 +19,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from picaflor import c_engine as compat
+from picaflor import option_kinds as kinds
+from picaflor.c_engine import CEngine
 from picaflor.errors import UsageError
-from picaflor.sizes import parse_bytes
+from picaflor.option_kinds import Kind
 
 PREFIX = "PICAFLOR_"
 ENGINE_COMMANDS = ("run", "chat", "eval", "plan", "tune", "bench decode")
@@ -42,16 +44,9 @@ DATA_COMMANDS = (
     "mirror verify",
     "verify",
 )
+GROUP_SIZES = (16, 32, 48, 64, 96, 128, 192, 256)
+MOST_EPS = 1e-2
 ALL_COMMANDS = tuple(dict.fromkeys((*ENGINE_COMMANDS, *TEXT_COMMANDS, *DATA_COMMANDS)))
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a value is read: `read` takes text or a TOML value and raises ValueError unless it is what `accepts` says."""
-
-    metavar: str
-    accepts: str
-    read: Callable[[object], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,92 +84,6 @@ class Option:
         return self.help + (f" Default: {default}." if default else "")
 
 
-def _size() -> Kind:
-    def read(value: object) -> int:
-        if isinstance(value, str):
-            value = parse_bytes(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ValueError
-        return value
-
-    return Kind("SIZE", "a size above 0, as 16GiB or 700MiB", read)
-
-
-def _count(low: int, high: int | None = None) -> Kind:
-    def read(value: object) -> int:
-        if isinstance(value, str):
-            value = int(value, 10) if value.strip().isascii() else None
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-            raise ValueError
-        return value
-
-    return Kind("N", f"a whole number from {low}" + (f" to {high}" if high is not None else ""), read)
-
-
-def _real(low: float, high: float, *, open_low: bool = False) -> Kind:
-    def read(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError
-        number = float(value)
-        if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
-            raise ValueError
-        return number
-
-    return Kind("X", f"a number {'above' if open_low else 'from'} {low:g} to {high:g}", read)
-
-
-def _choice(*names: str) -> Kind:
-    def read(value: object) -> str:
-        if value not in names:
-            raise ValueError
-        return str(value)
-
-    return Kind("|".join(names), "one of " + ", ".join(names), read)
-
-
-_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-
-
-def _switch() -> Kind:
-    def read(value: object) -> bool:
-        if isinstance(value, str):
-            value = _WORDS.get(value.lower())
-        if not isinstance(value, bool):
-            raise ValueError
-        return value
-
-    return Kind("", "one of true, false, yes, no, on, off, 1, 0", read)
-
-
-def _texts(metavar: str) -> Kind:
-    def read(value: object) -> tuple[str, ...]:
-        if isinstance(value, str):
-            value = tomllib.loads(f"v = {value}")["v"] if value.startswith("[") else [value]
-        if not isinstance(value, list | tuple) or not all(isinstance(text, str) and text for text in value):
-            raise ValueError
-        return tuple(value)
-
-    return Kind(metavar, 'text that is not empty, or a list of such texts as ["a", "b"]', read)
-
-
-def _text(accepts: str) -> Kind:
-    def read(value: object) -> str:
-        if not isinstance(value, str) or not value or "\0" in value:
-            raise ValueError
-        return value
-
-    return Kind("TEXT", accepts, read)
-
-
-def _path() -> Kind:
-    def read(value: object) -> Path:
-        if not isinstance(value, str) or not value or "\0" in value:
-            raise ValueError
-        return Path(value).expanduser()
-
-    return Kind("PATH", "a path", read)
-
-
 def _option(
     kind: Kind,
     default: Any,
@@ -194,17 +103,17 @@ class Settings:
     """The table, and the values of one run. Sizes are in bytes; None means that the program decides."""
 
     ram: int | None = _option(
-        _size(),
+        kinds.size(),
         None,
         "Most anonymous and locked memory of the whole process.",
         ENGINE_COMMANDS,
         unset="what the machine and its limits grant",
     )
     expert_slots: int | None = _option(
-        _count(1), None, "Experts kept in memory per layer.", ENGINE_COMMANDS, unset="as many as fit in memory"
+        kinds.count(1), None, "Experts kept in memory per layer.", ENGINE_COMMANDS, unset="as many as fit in memory"
     )
     ctx: int | None = _option(
-        _count(1),
+        kinds.count(1),
         None,
         "Most tokens of prompt and answer together.",
         ENGINE_COMMANDS,
@@ -212,7 +121,7 @@ class Settings:
         other_help={"eval": "Most tokens of a window. Default: that of --window."},
     )
     threads: int | None = _option(
-        _count(1, 1024),
+        kinds.count(1, 1024),
         None,
         "Threads that multiply.",
         (*ENGINE_COMMANDS, "bench kernels", "convert"),
@@ -223,114 +132,114 @@ class Settings:
         },
     )
     backend: str = _option(
-        _choice("auto", "cpu", "cuda", "rocm", "metal", "vulkan"),
+        kinds.choice("auto", "cpu", "cuda", "rocm", "metal", "vulkan"),
         "auto",
         "Device that computes; auto is the CPU.",
         (*ENGINE_COMMANDS, "capabilities", "verify"),
     )
     vram: int | None = _option(
-        _size(),
+        kinds.size(),
         None,
         "Most memory of the GPU: weights, cache and work first, experts in the rest.",
         ENGINE_COMMANDS,
         unset="0.92 of what is free",
     )
     precision: str = _option(
-        _choice("fast", "standard", "exact"),
+        kinds.choice("fast", "standard", "exact"),
         "standard",
         "Activations in one int8 plane, in two, or in three.",
         (*ENGINE_COMMANDS, "bench kernels"),
     )
     isa: str = _option(
-        _choice("auto", "scalar", "avx2", "avx512", "neon"),
+        kinds.choice("auto", "scalar", "avx2", "avx512", "neon"),
         "auto",
         "Instruction set of the CPU kernels; same bits from each.",
         (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),
     )
     prefill_chunk: int | None = _option(
-        _count(1),
+        kinds.count(1),
         None,
         "Most prompt tokens that go through a layer together.",
         ENGINE_COMMANDS,
         unset="what makes the disk read least, 256 to 8192",
     )
     router_top_p: float = _option(
-        _real(0, 1, open_low=True),
+        kinds.real(0, 1, open_low=True),
         1.0,
         "LOSSY: decoded tokens use the first experts that reach this part of the router's weights.",
         RUN_COMMANDS,
     )
     experimental_expert_budget: int | None = _option(
-        _count(0),
+        kinds.count(0),
         None,
         "LOSSY, EXPERIMENTAL: most experts per layer and step that decoded tokens may have read from disk.",
         RUN_COMMANDS,
         unset="no limit",
     )
     read_threads: int | None = _option(
-        _count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS, unset="8"
+        kinds.count(1, 256), None, "Threads that read experts from disk.", ENGINE_COMMANDS, unset="8"
     )
     queue_depth: int | None = _option(
-        _count(1, 1024), None, "Reads under way at once, with io_uring.", ENGINE_COMMANDS, unset="8"
+        kinds.count(1, 1024), None, "Reads under way at once, with io_uring.", ENGINE_COMMANDS, unset="8"
     )
     read_engine: str = _option(
-        _choice("auto", "threads", "io_uring"),
+        kinds.choice("auto", "threads", "io_uring"),
         "auto",
         "What carries reads out; auto is threads.",
         (*ENGINE_COMMANDS, "bench disk"),
         other_help={"bench disk": "What carries reads out. Default: all that the system allows, one after the other."},
     )
     direct: str = _option(
-        _choice("auto", "on", "off"),
+        kinds.choice("auto", "on", "off"),
         "auto",
         "Read experts past the page cache; auto: unless memory can hold two thirds of those without a slot.",
         ENGINE_COMMANDS,
     )
     mapped: str = _option(
-        _choice("auto", "on", "off"),
+        kinds.choice("auto", "on", "off"),
         "auto",
         "Use experts where they lie in mapped files, without a copy; auto: where the files are in memory (tmpfs).",
         ENGINE_COMMANDS,
     )
     split: tuple[str, ...] = _option(
-        _texts("DIR"),
+        kinds.texts("DIR"),
         (),
         "Directory with more of the model's shards; may be repeated.",
         (*ENGINE_COMMANDS, "convert", "mirror verify"),
     )
     mirror: tuple[str, ...] = _option(
-        _texts("DIR"),
+        kinds.texts("DIR"),
         (),
         "Directory with copies of shards, on another drive, to read from as well; may be repeated.",
         ENGINE_COMMANDS,
     )
     policy: str = _option(
-        _choice("auto", "forecast", "heat", "lru", "pins"),
+        kinds.choice("auto", "forecast", "heat", "lru", "pins"),
         "auto",
         "Which experts stay in memory; auto tries all on the live routes and has the best in force.",
         ENGINE_COMMANDS,
     )
     prefetch: str = _option(
-        _choice("auto", "on", "off"),
+        kinds.choice("auto", "on", "off"),
         "auto",
         "Read experts of the next layer before they are asked for; auto measures whether that pays and else leaves it.",
         ENGINE_COMMANDS,
     )
     usage: str = _option(
-        _text("auto, off or a path"),
+        kinds.text("auto, off or a path"),
         "auto",
         "History of experts used, for pins: auto keeps one per model under $XDG_STATE_HOME/picaflor/usage; a PATH named"
         " .coli_usage is kept in that format.",
         ENGINE_COMMANDS,
     )
     record_routes: Path | None = _option(
-        _path(),
+        kinds.path(),
         None,
         "Write which experts were asked for to this file, for plan --replay.",
         ("run", "eval", "bench decode"),
     )
     group_size: int | None = _option(
-        _count(2),
+        kinds.one_of(*GROUP_SIZES),
         None,
         "Group size of int4-grouped tensors in a container that does not state it.",
         (*ENGINE_COMMANDS, "inspect", "capabilities", "doctor", "convert"),
@@ -338,39 +247,44 @@ class Settings:
         other_help={"convert": "Group size of the int4-grouped tensors that are written. Default: 64."},
     )
     latent_norm_eps: float | None = _option(
-        _real(0, 1, open_low=True),
+        kinds.real(0, MOST_EPS, open_low=True),
         None,
-        "eps of the norms of the MLA latents, where the config does not state it.",
+        "eps of the norms of the MLA latents, whatever the config states.",
         ENGINE_COMMANDS,
-        unset="1e-06",
+        unset="that of the config, 1e-06 where it states none",
     )
     disable: tuple[str, ...] = _option(
-        _texts("BACKEND.OP[.FORMAT]"), (), "Kernel not to be used; may be repeated.", (*ENGINE_COMMANDS, "capabilities")
+        kinds.texts("BACKEND.OP[.FORMAT]"),
+        (),
+        "Kernel not to be used; may be repeated.",
+        (*ENGINE_COMMANDS, "capabilities"),
     )
     strict: bool = _option(
-        _switch(),
+        kinds.switch(),
         False,
         "Make every fallback and every unknown config key an error.",
         (*ENGINE_COMMANDS, "inspect", "capabilities", "convert"),
     )
-    max_tokens: int = _option(_count(1), 256, "Most tokens to write.", TEXT_COMMANDS, "-n")
-    temperature: float = _option(_real(0, 2), 0.7, "Sampling temperature; 0 is greedy.", TEXT_COMMANDS)
-    top_p: float = _option(_real(0, 1, open_low=True), 0.9, "Sample from this much probability.", TEXT_COMMANDS)
+    max_tokens: int = _option(kinds.count(1), 256, "Most tokens to write.", TEXT_COMMANDS, "-n")
+    temperature: float = _option(kinds.real(0, 2), 0.7, "Sampling temperature; 0 is greedy.", TEXT_COMMANDS)
+    top_p: float = _option(kinds.real(0, 1, open_low=True), 0.9, "Sample from this much probability.", TEXT_COMMANDS)
     seed: int | None = _option(
-        _count(0, 2**64 - 1),
+        kinds.count(0, 2**64 - 1),
         None,
         "Seed of the sampler; --profile tells it.",
         TEXT_COMMANDS,
         unset="drawn anew",
     )
-    stop: tuple[str, ...] = _option(_texts("TEXT"), (), "End before this text; may be repeated.", TEXT_COMMANDS)
-    chat: bool = _option(_switch(), False, "Put the prompt into the model's chat template.", ("run",))
-    profile: bool = _option(_switch(), False, "Report speed, reads, memory and what limits, on stderr.", TEXT_COMMANDS)
+    stop: tuple[str, ...] = _option(kinds.texts("TEXT"), (), "End before this text; may be repeated.", TEXT_COMMANDS)
+    chat: bool = _option(kinds.switch(), False, "Put the prompt into the model's chat template.", ("run",))
+    profile: bool = _option(
+        kinds.switch(), False, "Report speed, reads, memory and what limits, on stderr.", TEXT_COMMANDS
+    )
     tuned: bool = _option(
-        _switch(), True, "Use what tune has measured for this machine and model.", RUN_COMMANDS, unset="yes"
+        kinds.switch(), True, "Use what tune has measured for this machine and model.", RUN_COMMANDS, unset="yes"
     )
     tuned_file: Path | None = _option(
-        _path(),
+        kinds.path(),
         None,
         "File of tuned options to use instead of the machine's own.",
         (*RUN_COMMANDS, "tune"),
@@ -378,34 +292,36 @@ class Settings:
         other_help={"tune": "File to write instead of the machine's own ($XDG_STATE_HOME/picaflor/tuned.json)."},
     )
     compat_env: bool = _option(
-        _switch(),
+        kinds.switch(),
         False,
         "Take the C engine's variables (SNAP, PROMPT, NGEN, TEMP, CTX, RAM_GB, ...) too, and name those unknown here.",
         ("run",),
     )
     memory_rate: int | None = _option(
-        _size(),
+        kinds.size(),
         None,
         "Bytes per second that memory gives, instead of measuring.",
         ("plan",),
         unset="measured once and kept",
     )
     disk_rate: int | None = _option(
-        _size(),
+        kinds.size(),
         None,
         "Bytes per second that the disk gives, instead of measuring.",
         ("plan",),
         unset="measured once and kept",
     )
-    json: bool = _option(_switch(), False, "Print the result as JSON.", DATA_COMMANDS)
-    config: Path | None = _option(_path(), None, "Config file (TOML) to read instead of the usual one.", ALL_COMMANDS)
+    json: bool = _option(kinds.switch(), False, "Print the result as JSON.", DATA_COMMANDS)
+    config: Path | None = _option(
+        kinds.path(), None, "Config file (TOML) to read instead of the usual one.", ALL_COMMANDS
+    )
     fail_after: int | None = _option(
-        _count(0),
+        kinds.count(0),
         None,
         "For tests: accelerated calls after this many fail, and the scalar kernels compute them.",
         (),
     )
-    test_data: Path | None = _option(_path(), None, "Folder of reference data, for the project's own tests.", ())
+    test_data: Path | None = _option(kinds.path(), None, "Folder of reference data, for the project's own tests.", ())
 
 
 TABLE: Mapping[str, Option] = MappingProxyType(
@@ -457,63 +373,9 @@ def load(command: str, flags: Mapping[str, object], *, environ: Mapping[str, str
     return Settings(**{name: _read(TABLE[name], place, value) for name, (place, value) in found.items()})
 
 
-C_ENGINE: Mapping[str, tuple[str, Callable[[str], object]]] = MappingProxyType(
-    {
-        "NGEN": ("max_tokens", str),
-        "TEMP": ("temperature", str),
-        "CTX": ("ctx", str),
-        "RAM_GB": ("ram", lambda text: f"{text}GB"),
-        "DIRECT": ("direct", lambda text: {"0": "off", "1": "on"}.get(text, text)),
-        "PROF": ("profile", str),
-    }
-)
-"""Variables of the C engine that are an option here: its name, and the value in our words."""
-C_ENGINE_FIXED: Mapping[str, str] = MappingProxyType(
-    {
-        "PIN_GB": "which experts stay in memory is the cache policy's choice, within --ram",
-        "PIPE": "reads always overlap with multiplying",
-        "MTP": "drafts are not in this version",
-    }
-)
-"""Those that ask for something which is not a choice here, and what is done instead."""
-C_ENGINE_WORDS = ("SNAP", "PROMPT")
-"""The model's directory and the prompt."""
-_C_ENGINE_OTHERS = """
-ABLATE_OUT ABLATE_SCORE AUTOPIN CACHE_ROUTE CAP CAP_RAISE COUPLE COUPLE_D COUPLE_K CUDA_DENSE CUDA_EXPERT_GB
-CUDA_RELEASE_HOST DEBUG_LOGITS DEGRADE_TAU DEGRADE_ZERO DRAFT DSA EXPERT_BUDGET EXPERT_BUDGET_EXPERIMENTAL GRAMMAR KV8
-KVB_FLASH KVSAVE KV_SLOTS KV_TQ LOOKA MLOCK MOE_EXACT NUCLEUS PILOT PILOT_EVICT_GUARD PILOT_K PILOT_REAL PILOT_TWO
-PILOT_WORKERS PIN PIN_FILL PIPE_WORKERS PREFETCH REF REPIN REPLAY ROUTE_TRACE RSS_GUARD_GB SCHEMA SCORE SCORE_PREFIX
-SEED SERVE_BATCH SPEC_PIN STATS TOPK TOPP TRUNK_RESIDENT_LAYERS URING XEXP
-"""
-C_ENGINE_OTHERS = frozenset(_C_ENGINE_OTHERS.split())
-"""Further variables of the C engine; so is every one that starts with COLI_."""
-
-
-@dataclass(frozen=True, slots=True)
-class CEngine:
-    """The C engine's variables: `values` by option with the place they came from, its model and prompt, and `lines`
-    for a user on those that are not taken."""
-
-    values: Mapping[str, tuple[str, object]]
-    model: str | None
-    prompt: str | None
-    lines: tuple[str, ...]
-
-
 def c_engine(environ: Mapping[str, str] | None = None) -> CEngine:
-    """What the environment holds of the C engine's variables. An empty one counts as unset."""
-    environ = os.environ if environ is None else environ
-    given = {name: text for name, text in environ.items() if text}
-    values = {
-        option: (f"environment: {name}", convert(given[name]))
-        for name, (option, convert) in C_ENGINE.items()
-        if name in given
-    }
-    lines = [f"{name}={given[name]} does nothing: {why}" for name, why in C_ENGINE_FIXED.items() if name in given]
-    unknown = sorted(name for name in given if name in C_ENGINE_OTHERS or name.startswith("COLI_"))
-    if unknown:
-        lines.append(f"variables of the C engine that are not known here: {', '.join(unknown)}")
-    return CEngine(values, given.get("SNAP"), given.get("PROMPT"), tuple(lines))
+    """What the environment holds of the C engine's variables."""
+    return compat.c_engine(os.environ if environ is None else environ)
 
 
 def _read(option: Option, place: str, value: object) -> Any:

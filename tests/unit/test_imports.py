@@ -14,7 +14,7 @@ import picaflor
 ROOT = Path(picaflor.__file__).parent
 ORDER = (
     ("errors",),
-    ("sizes", "settings"),
+    ("sizes", "option_kinds", "c_engine", "settings"),
     ("telemetry",),
     ("container",),
     ("formats",),

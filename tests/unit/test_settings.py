@@ -14,18 +14,9 @@ from click.testing import CliRunner
 
 import picaflor
 from picaflor import settings
+from picaflor.c_engine import C_ENGINE, C_ENGINE_FIXED, C_ENGINE_OTHERS, C_ENGINE_WORDS
 from picaflor.errors import UsageError
-from picaflor.settings import (
-    C_ENGINE,
-    C_ENGINE_FIXED,
-    C_ENGINE_OTHERS,
-    C_ENGINE_WORDS,
-    TABLE,
-    Settings,
-    c_engine,
-    load,
-    state_folder,
-)
+from picaflor.settings import TABLE, Settings, c_engine, load, state_folder
 
 SOURCE = Path(picaflor.__file__).parent
 
@@ -120,8 +111,10 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("backend", "npu", "one of auto, cpu, cuda, rocm, metal, vulkan"),
         ("precision", "half", "one of fast, standard, exact"),
         ("isa", "sse", "one of auto, scalar, avx2, avx512, neon"),
-        ("group_size", "1", "a whole number from 2"),
-        ("latent_norm_eps", "0", "a number above 0 to 1"),
+        ("group_size", "65", "one of 16, 32, 48, 64, 96, 128, 192, 256"),
+        ("group_size", "many", "one of 16, 32, 48, 64, 96, 128, 192, 256"),
+        ("latent_norm_eps", "0", "a number above 0 to 0.01"),
+        ("latent_norm_eps", "0.02", "a number above 0 to 0.01"),
         ("seed", "-1", "a whole number from 0 to 18446744073709551615"),
         ("temperature", "2.01", "a number from 0 to 2"),
         ("temperature", "nan", "a number from 0 to 2"),
@@ -243,6 +236,7 @@ def test_documentation_is_the_table() -> None:
 
 
 def test_defaults_in_words_are_the_programs_own() -> None:
+    from picaflor.formats.int4_grouped import GROUP_SIZES
     from picaflor.models.glm_moe_dsa import LATENT_NORM_EPS
     from picaflor.runtime.chunks import LARGEST, SMALLEST
     from picaflor.runtime.plan import DEFAULT_CONTEXT
@@ -251,7 +245,8 @@ def test_defaults_in_words_are_the_programs_own() -> None:
     assert TABLE["ctx"].unset == f"{DEFAULT_CONTEXT}, or the model's maximum where that is less"
     assert TABLE["prefill_chunk"].unset.endswith(f", {SMALLEST} to {LARGEST}")
     assert TABLE["read_threads"].unset == str(READ_THREADS)
-    assert TABLE["latent_norm_eps"].unset == f"{LATENT_NORM_EPS:g}"
+    assert TABLE["latent_norm_eps"].unset == f"that of the config, {LATENT_NORM_EPS:g} where it states none"
+    assert settings.GROUP_SIZES == GROUP_SIZES
     text = CliRunner().invoke(command([]), ["--help"], terminal_width=300).output
     assert "Threads that read experts from disk. Default: 8." in text
     assert "Threads that multiply. Default: what the machine grants." in text
