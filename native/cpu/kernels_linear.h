@@ -38,68 +38,65 @@ class Scratch {
 // Where the lines come from that are asked for ahead of a row: the rows behind it, then the first ones of `ahead`.
 class RowsAhead {
  public:
-  RowsAhead(const Product& a) : now_(a.weight), row_end_(a.row_end), later_(a.ahead) {
-    lead_ = groups_of(kLeadBytes, row_bytes(a.weight));
+  RowsAhead(const Product& a) : now_(a.weight, 0), row_end_(a.row_end) {
+    lead_ = groups_of(kLeadBytes, now_.nbytes);
+    if (a.ahead.weight != nullptr) {
+      later_ = Matrix(*a.ahead.weight, a.ahead.row_begin);
+      later_rows_ = a.ahead.row_end - a.ahead.row_begin;
+    }
   }
 
   // The codes that are asked for while `row` is read; null where there are none.
-  const uint8_t* codes(int64_t row) const {
-    const Place place = find(row + lead_);
-    return place.weight == nullptr ? nullptr : place.weight->codes + place.row * row_bytes(*place.weight);
+  PICAFLOR_INLINE const uint8_t* codes(int64_t row) const {
+    row += lead_;
+    if (row < row_end_) {
+      return now_.codes + row * now_.nbytes;
+    }
+    row -= row_end_;
+    return row < later_rows_ ? later_.codes + row * later_.nbytes : nullptr;
   }
 
   // Ask for the scales of the row that comes a tile later.
   PICAFLOR_INLINE void ask_scales(int64_t row) const {
-    const Place place = find(row + Isa::kLanes);
-    if (place.weight == nullptr || place.weight->scales == nullptr || place.weight->format == FormatId::fp8_b128) {
-      return;
+    row += Isa::kLanes;
+    if (row < row_end_) {
+      return now_.ask_scales(row);
     }
-    const int64_t nbytes = scale_row_bytes(*place.weight);
-    const uint8_t* scales = place.weight->scales + place.row * nbytes;
-    for (int64_t i = 0; i < nbytes; i += kLineBytes) {
-      __builtin_prefetch(scales + i, 0, kMiddle);
+    row -= row_end_;
+    if (row < later_rows_) {
+      later_.ask_scales(row);
     }
   }
 
  private:
-  struct Place {
-    const Weight* weight;
-    int64_t row;
+  struct Matrix {
+    const uint8_t* codes = nullptr;
+    const uint8_t* scales = nullptr;
+    int64_t nbytes = 0;        // of a row of codes
+    int64_t scale_nbytes = 0;  // of the scales of a row; 0: not asked for
+
+    Matrix() = default;
+    Matrix(const Weight& w, int64_t row) : nbytes(row_bytes(w)) {
+      codes = w.codes + row * nbytes;
+      if (w.scales != nullptr && w.format != FormatId::fp8_b128) {
+        scale_nbytes = scale_row_bytes(w);
+        scales = w.scales + row * scale_nbytes;
+      }
+    }
+
+    PICAFLOR_INLINE void ask_scales(int64_t row) const {
+      for (int64_t i = 0; i < scale_nbytes; i += kLineBytes) {
+        __builtin_prefetch(scales + row * scale_nbytes + i, 0, kMiddle);
+      }
+    }
   };
 
-  Place find(int64_t row) const {
-    if (row < row_end_) {
-      return {&now_, row};
-    }
-    row += later_.row_begin - row_end_;
-    return {row < later_.row_end ? later_.weight : nullptr, row};
-  }
-
-  const Weight& now_;
-  int64_t row_end_;
-  const Ahead& later_;
+  const Matrix now_;
+  const int64_t row_end_;
+  Matrix later_;
+  int64_t later_rows_ = 0;
   int64_t lead_;
 };
-
-// The digits of a prepared row in the order that 64 stored bytes meet them: [block][term][plane][64].
-template <class Words, int kPlanes>
-const int8_t* linear_digits(const int8_t* digits, int64_t blocks, Scratch& scratch) {
-  static_assert(Words::kTerms == 2);
-  auto* out = static_cast<int8_t*>(scratch.at_least(blocks * 2 * kPlanes * kBlock));
-  const Isa::Int evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const Isa::Int odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int p = 0; p < kPlanes; ++p) {
-      const int64_t first = (block * 2 * kPlanes + p) * kBlock;  // the second half lies kPlanes blocks of digits later
-      const int64_t second = first + kPlanes * kBlock;
-      const Isa::Int a = Isa::load(digits + first);
-      const Isa::Int b = Isa::load(digits + second);
-      Isa::store(out + first, _mm512_permutex2var_epi32(a, evens, b));
-      Isa::store(out + second, _mm512_permutex2var_epi32(a, odds, b));
-    }
-  }
-  return out;
-}
 
 // Sums of the runs of kWidth words in kWidth registers: sixteen of them, in order.
 template <int kWidth>
@@ -133,21 +130,25 @@ class TermWriter {
  public:
   static constexpr int kParts = kPlanes == 3 ? 2 : 1;
 
-  TermWriter(const Product& a, const XView& view, Scratch& memory) : w_(a.weight), scale_(view.scale(a.x)) {
+  TermWriter(const Product& a, const XView& view, Scratch& memory)
+      : format_(a.weight.format),
+        stored_(a.weight.scales),
+        nbytes_(scale_row_bytes(a.weight)),
+        scale_(view.scale(a.x)) {
     const int64_t padded = round_up(view.groups, Isa::kLanes);
     auto* fix = static_cast<int32_t*>(memory.at_least(kParts * padded * 4));
     for (int part = 0; part < kParts; ++part) {
       const int32_t* sum = part == 0 ? view.sum(a.x) : view.top(a.x);
       for (int64_t g = 0; g < view.groups; ++g) {
-        fix[part * padded + g] = -code_offset(w_.format) * sum[g];
+        fix[part * padded + g] = -code_offset(format_) * sum[g];
       }
       fix_[part] = fix + part * padded;
     }
   }
 
   void row(int64_t row) {
-    scales_ = w_.scales + row * scale_row_bytes(w_);
-    if (one_scale_per_row(w_.format)) {
+    scales_ = stored_ + row * nbytes_;
+    if (one_scale_per_row(format_)) {
       row_scale_ = Isa::set_float(float_at(scales_, 0));
     }
   }
@@ -165,27 +166,50 @@ class TermWriter {
 
  private:
   PICAFLOR_INLINE Isa::Float stored_scales(int64_t group) const {
-    if (w_.format == FormatId::int4_grouped) {
+    if (format_ == FormatId::int4_grouped || format_ == FormatId::int3_g64) {
       return _mm512_loadu_ps(scales_ + group * 4);
     }
-    if (w_.format == FormatId::mxfp4) {
+    if (format_ == FormatId::mxfp4) {
       return _mm512_castsi512_ps(Isa::half_powers(scales_ + group));
     }
     return row_scale_;  // int4_row, the one other format of find_linear
   }
 
-  const Weight& w_;
-  const float* scale_;
+  const FormatId format_;
+  const uint8_t* const stored_;
+  const int64_t nbytes_;
+  const float* const scale_;
   const int32_t* fix_[kParts];
   const uint8_t* scales_ = nullptr;
   Isa::Float row_scale_ = Isa::zero_float();
 };
 
-// Groups of kWidth words (of kSpan whole blocks, where kSpan > 1).
-template <class Words, int kPlanes, int kWidth, int kSpan>
+// A row whose groups are kWidth words (kSpan whole blocks of 64 bytes, where kSpan > 1).
+template <class Words, int kPlanes_, int kWidth, int kSpan>
 struct LinearRow {
+  static_assert(Words::kTerms == 2);
+  static constexpr int kPlanes = kPlanes_;
   static constexpr int64_t kStep = kWidth * kSpan;  // blocks with sixteen groups
   static constexpr int64_t kDigits = Words::kTerms * kPlanes * kBlock;
+
+  // The digits of a prepared row in the order that blocks meet them: [block][term][plane][64].
+  static const int8_t* arrange(const int8_t* digits, int64_t nbytes, Scratch& scratch) {
+    const int64_t blocks = round_up(groups_of(nbytes, kLineBytes), kSpan);
+    auto* out = static_cast<int8_t*>(scratch.at_least(blocks * kDigits));
+    const Isa::Int evens = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const Isa::Int odds = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (int p = 0; p < kPlanes; ++p) {
+        const int64_t first = block * kDigits + p * kBlock;  // the second half lies kPlanes blocks of digits later
+        const int64_t second = first + kPlanes * kBlock;
+        const Isa::Int a = Isa::load(digits + first);
+        const Isa::Int b = Isa::load(digits + second);
+        Isa::store(out + first, _mm512_permutex2var_epi32(a, evens, b));
+        Isa::store(out + second, _mm512_permutex2var_epi32(a, odds, b));
+      }
+    }
+    return out;
+  }
 
   // The sums of kSpan blocks' words times their digits, `count` of them real; with three planes the top ones apart.
   PICAFLOR_INLINE static void dot(const uint8_t* codes, const int8_t* x, int64_t count, Isa::Int* top, Isa::Int* low) {
@@ -229,8 +253,10 @@ struct LinearRow {
     *top_sums = kPlanes == 3 ? sums_of_runs<kWidth>(top) : Isa::zero();
   }
 
-  static void run(const uint8_t* codes, const int8_t* x, int64_t blocks, const uint8_t* ask,
+  // Values and scales of all groups of a row, while the lines at `ask` are asked for.
+  static void run(const uint8_t* codes, const int8_t* x, int64_t nbytes, const uint8_t* ask,
                   const TermWriter<kPlanes>& terms, float* values, float* scales) {
+    const int64_t blocks = groups_of(nbytes, kLineBytes);
     Isa::Int low;
     Isa::Int top;
     int64_t block = 0;
@@ -242,6 +268,130 @@ struct LinearRow {
     if (block < blocks) {
       sums<false>(codes + block * kLineBytes, x + block * kDigits, blocks - block, ask + block * kLineBytes, &low,
                   &top);
+      terms.write(group, low, top, values, scales);
+    }
+  }
+};
+
+// A row of int3: eight groups, three lines of memory, are met at a time. Their low bits are sorted into even and odd
+// bytes, so that all three registers hold eight bytes of each group: [lane][group of the lane, that plus 4][8].
+template <int kPlanes_>
+struct LinearInt3Row {
+  static constexpr int kPlanes = kPlanes_;
+  static constexpr int kTerms = Int3Words::kTerms;
+  static constexpr int64_t kGroups = 8;
+  static constexpr int64_t kBytes = kGroups * kInt3BlockBytes;
+  static constexpr int64_t kDigits = kTerms * kPlanes * kBlock;
+
+  // [eight groups][term][plane][lane][half][8]; zeros behind the last group.
+  static const int8_t* arrange(const int8_t* digits, int64_t nbytes, Scratch& scratch) {
+    const int64_t groups = nbytes / kInt3BlockBytes;
+    const int64_t padded = round_up(groups, kGroups);
+    auto* out = static_cast<int8_t*>(scratch.at_least(padded / kGroups * kDigits));
+    const Isa::Int pairs = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    alignas(64) int64_t eights[kTerms];
+    for (int64_t group = 0; group < padded; ++group) {
+      const int64_t inside = group % kGroups;
+      int8_t* to = out + group / kGroups * kDigits + inside % 4 * 16 + inside / 4 * 8;
+      for (int p = 0; p < kPlanes; ++p) {
+        const Isa::Int block = group < groups ? Isa::load(digits + (group * kPlanes + p) * kBlock) : Isa::zero();
+        Isa::store(eights, _mm512_permutexvar_epi32(pairs, block));
+        for (int k = 0; k < kTerms; ++k) {
+          std::memcpy(to + (k * kPlanes + p) * kBlock, eights + k, 8);
+        }
+      }
+    }
+    return out;
+  }
+
+  // Even bytes of low bits, odd ones and high bits of the `nbytes` bytes at `codes`.
+  template <bool kWhole>
+  PICAFLOR_INLINE static void load(const uint8_t* codes, int64_t nbytes, Isa::Int* even, Isa::Int* odd,
+                                   Isa::Int* high) {
+    const auto line = [&](int64_t i) __attribute__((always_inline)) {
+      if constexpr (kWhole) {
+        return _mm512_loadu_si512(codes + i * kLineBytes);
+      } else {
+        const int64_t words = std::clamp<int64_t>(nbytes / 4 - i * Isa::kLanes, 0, Isa::kLanes);
+        return _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << words) - 1), codes + i * kLineBytes);
+      }
+    };
+    const Isa::Int a = line(0);
+    const Isa::Int b = line(1);
+    const Isa::Int c = line(2);
+    // Blocks of six words: four of low bits, two of high bits.
+    const Isa::Int low_first = _mm512_setr_epi32(0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21);
+    const Isa::Int low_last = _mm512_setr_epi32(8, 9, 10, 11, 14, 15, 16, 17, 20, 21, 22, 23, 26, 27, 28, 29);
+    const Isa::Int high_first = _mm512_setr_epi32(4, 5, 4, 5, 10, 11, 10, 11, 16, 17, 16, 17, 22, 23, 22, 23);
+    const Isa::Int high_last = _mm512_setr_epi32(12, 13, 12, 13, 18, 19, 18, 19, 24, 25, 24, 25, 30, 31, 30, 31);
+    const Isa::Int split = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const Isa::Int first = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(a, low_first, b), split);
+    const Isa::Int last = _mm512_shuffle_epi8(_mm512_permutex2var_epi32(b, low_last, c), split);
+    *even = _mm512_unpacklo_epi64(first, last);
+    *odd = _mm512_unpackhi_epi64(first, last);
+    *high =
+        _mm512_unpacklo_epi64(_mm512_permutex2var_epi32(a, high_first, b), _mm512_permutex2var_epi32(b, high_last, c));
+  }
+
+  // Sums of eight groups, two words each; with three planes those of the top digits apart.
+  template <bool kWhole>
+  PICAFLOR_INLINE static void dot(const uint8_t* codes, const int8_t* x, int64_t nbytes, Isa::Int* low, Isa::Int* top) {
+    Isa::Int t[5] = {};
+    load<kWhole>(codes, nbytes, &t[0], &t[1], &t[4]);
+    Isa::Int terms[kTerms];
+    Int3Words::unpack<true>(t, 0, terms);
+    const auto plane = [&](int p) __attribute__((always_inline)) {
+      Isa::Int slots[2] = {Isa::zero(), Isa::zero()};
+      for (int k = 0; k < kTerms; ++k) {
+        Isa::Int& sum = slots[Int3Words::slot(k)];
+        sum = _mm512_dpbusd_epi32(sum, terms[k], Isa::load(x + (k * kPlanes + p) * kBlock));
+      }
+      return Isa::template finish<2, Int3Words::kShift>(Isa::zero(), slots);
+    };
+    *top = kPlanes == 3 ? plane(0) : Isa::zero();
+    *low = kPlanes == 1 ? plane(0) : Isa::add(Isa::times256(plane(kPlanes - 2)), plane(kPlanes - 1));
+  }
+
+  // Sixteen groups in order, from two registers of eight.
+  PICAFLOR_INLINE static Isa::Int in_order(Isa::Int first, Isa::Int last) {
+    const Isa::Int evens = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 16, 20, 24, 28, 18, 22, 26, 30);
+    const Isa::Int odds = Isa::add(evens, Isa::set(1));
+    return Isa::add(_mm512_permutex2var_epi32(first, evens, last), _mm512_permutex2var_epi32(first, odds, last));
+  }
+
+  template <bool kWhole>
+  PICAFLOR_INLINE static void sums(const uint8_t* codes, const int8_t* x, int64_t nbytes, const uint8_t* ask,
+                                   Isa::Int* low_sums, Isa::Int* top_sums) {
+    Isa::Int low[2] = {Isa::zero(), Isa::zero()};
+    Isa::Int top[2] = {Isa::zero(), Isa::zero()};
+    for (int i = 0; i < 2; ++i) {
+      for (int64_t line = 0; line < kBytes; line += kLineBytes) {
+        __builtin_prefetch(ask + i * kBytes + line, 0, kMiddle);
+      }
+      if (kWhole || nbytes > i * kBytes) {
+        dot<kWhole>(codes + i * kBytes, x + i * kDigits, nbytes - i * kBytes, &low[i], &top[i]);
+      }
+    }
+    *low_sums = in_order(low[0], low[1]);
+    *top_sums = kPlanes == 3 ? in_order(top[0], top[1]) : Isa::zero();
+  }
+
+  static void run(const uint8_t* codes, const int8_t* x, int64_t nbytes, const uint8_t* ask,
+                  const TermWriter<kPlanes>& terms, float* values, float* scales) {
+    Isa::Int low;
+    Isa::Int top;
+    int64_t group = 0;
+    while (nbytes >= 2 * kBytes) {
+      sums<true>(codes, x, nbytes, ask, &low, &top);
+      terms.write(group, low, top, values, scales);
+      codes += 2 * kBytes;
+      ask += 2 * kBytes;
+      x += 2 * kDigits;
+      nbytes -= 2 * kBytes;
+      group += Isa::kLanes;
+    }
+    if (nbytes > 0) {
+      sums<false>(codes, x, nbytes, ask, &low, &top);
       terms.write(group, low, top, values, scales);
     }
   }
@@ -276,7 +426,7 @@ inline Isa::Float chain_terms(const float* values, const float* scales, int64_t 
   return y;
 }
 
-template <class Words, int kPlanes, int kWidth, int kSpan>
+template <class Row>
 void linear_gemv(const Product& a) {
   constexpr int kLanes = Isa::kLanes;
   thread_local Scratch x_memory;
@@ -285,13 +435,12 @@ void linear_gemv(const Product& a) {
   const Weight& w = a.weight;
   const XView view(a.spec);
   const int64_t nbytes = row_bytes(w);
-  const int64_t blocks = groups_of(nbytes, kLineBytes);
-  const int8_t* digits = linear_digits<Words, kPlanes>(view.digit(a.x), round_up(blocks, kSpan), x_memory);
+  const int8_t* digits = Row::arrange(view.digit(a.x), nbytes, x_memory);
   const int64_t stride = round_up(view.groups, kLanes) + kLanes;  // rows at different places of the first cache
   auto* values = static_cast<float*>(term_memory.at_least(2 * kLanes * stride * 4));
   float* scales = values + kLanes * stride;
   const RowsAhead ahead(a);
-  TermWriter<kPlanes> terms(a, view, fix_memory);
+  TermWriter<Row::kPlanes> terms(a, view, fix_memory);
 
   for (int64_t row = a.row_begin; row < a.row_end; row += kLanes) {
     const int64_t count = std::min<int64_t>(kLanes, a.row_end - row);
@@ -300,8 +449,7 @@ void linear_gemv(const Product& a) {
       const uint8_t* codes = w.codes + (row + r) * nbytes;
       const uint8_t* ask = ahead.codes(row + r);
       terms.row(row + r);
-      LinearRow<Words, kPlanes, kWidth, kSpan>::run(codes, digits, blocks, ask == nullptr ? codes : ask, terms,
-                                                    values + r * stride, scales + r * stride);
+      Row::run(codes, digits, nbytes, ask == nullptr ? codes : ask, terms, values + r * stride, scales + r * stride);
     }
     store_lanes(a.y + row, chain_terms(values, scales, stride, view.groups), count);
   }
@@ -309,18 +457,30 @@ void linear_gemv(const Product& a) {
 
 using LinearFn = void (*)(const Product&);
 
-template <class Words, int kWidth, int kSpan>
+// Row: a template over the number of planes.
+template <template <int> class Row>
 LinearFn linear_of_planes(int32_t planes) {
   switch (planes) {
     case 1:
-      return linear_gemv<Words, 1, kWidth, kSpan>;
+      return linear_gemv<Row<1>>;
     case 2:
-      return linear_gemv<Words, 2, kWidth, kSpan>;
+      return linear_gemv<Row<2>>;
     case 3:
-      return linear_gemv<Words, 3, kWidth, kSpan>;
+      return linear_gemv<Row<3>>;
   }
   return nullptr;
 }
+
+template <int kPlanes>
+using Int4Groups32 = LinearRow<NibbleWords, kPlanes, 4, 1>;
+template <int kPlanes>
+using Int4Groups64 = LinearRow<NibbleWords, kPlanes, 8, 1>;
+template <int kPlanes>
+using Int4Groups128 = LinearRow<NibbleWords, kPlanes, 16, 1>;
+template <int kPlanes>
+using Int4Groups256 = LinearRow<NibbleWords, kPlanes, 16, 2>;
+template <int kPlanes>
+using Fp4Groups32 = LinearRow<Fp4Words, kPlanes, 4, 1>;
 
 // The loop for one prepared row of this format; null where groups do not fill quarters of a cache line, or where the
 // loop over tiles is as fast (int8 and int2 have no stream of scales that would break the order of addresses).
@@ -330,21 +490,22 @@ inline LinearFn find_linear(FormatId format, const XSpec& spec) {
     case FormatId::int4_grouped:
       switch (spec.group) {
         case 32:
-          return linear_of_planes<NibbleWords, 4, 1>(spec.planes);
+          return linear_of_planes<Int4Groups32>(spec.planes);
         case 64:
-          return linear_of_planes<NibbleWords, 8, 1>(spec.planes);
+          return linear_of_planes<Int4Groups64>(spec.planes);
         case 128:
-          return linear_of_planes<NibbleWords, 16, 1>(spec.planes);
+          return linear_of_planes<Int4Groups128>(spec.planes);
         case 256:
-          return linear_of_planes<NibbleWords, 16, 2>(spec.planes);
+          return linear_of_planes<Int4Groups256>(spec.planes);
         default:
           return nullptr;
       }
     case FormatId::mxfp4:
-      return linear_of_planes<Fp4Words, 4, 1>(spec.planes);
+      return linear_of_planes<Fp4Groups32>(spec.planes);
+    case FormatId::int3_g64:
+      return linear_of_planes<LinearInt3Row>(spec.planes);
     case FormatId::int8_row:
     case FormatId::int2_row:
-    case FormatId::int3_g64:
     case FormatId::e8_iq3:
     case FormatId::f32:
     case FormatId::bf16:

@@ -23,7 +23,7 @@ from picaflor import _native, formats
 from picaflor.backends.cpu import kernels
 
 ISAS = _native.kernel_isas()
-SHAPES = [(1, 1), (5, 7), (16, 64), (33, 131), (19, 515), (40, 1000)]
+SHAPES = [(1, 1), (5, 7), (16, 64), (33, 131), (19, 515), (40, 1000), (17, 1730)]
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 64)
 
 
