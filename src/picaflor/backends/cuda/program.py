@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from picaflor.backends.cuda.tier import ExpertTier
     from picaflor.backends.host import HostTwin
 
+PINNED_BYTES: Final = 4 << 20
+"""Most bytes of a result that come to the host through pinned memory, which is kept for the next one."""
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""
 EXPERTS: Final = "expert_ffn"
@@ -100,13 +102,16 @@ class Batches:
     device: Any
     captures: bool = False
     touched: set[int] = field(default_factory=set)
+    _given: Tensor = field(init=False)
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
+    _copied: Any = None
     _pool: Any = None
 
     def __post_init__(self) -> None:
         size = 3 * self.max_rows + 4 * self.max_outputs + self.max_rows * self.pages
-        self._host = np.zeros(size, np.int32)
+        self._given = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type != "cpu")
+        self._host = self._given.numpy()
         self._memory = torch.zeros(size, dtype=torch.int32, device=self.device)
 
     @property
@@ -131,6 +136,8 @@ class Batches:
         used = tables.shape[0] * self.pages
         host, r, o = self._host, self.max_rows, self.max_outputs
         numbers = batch.outputs
+        if self._copied is not None:
+            self._copied.synchronize()
         parts = (batch.tokens, batch.sequences, batch.positions)
         for index, values in enumerate(parts):
             host[index * r : index * r + rows] = values
@@ -139,7 +146,10 @@ class Batches:
             host[3 * r + index * o : 3 * r + index * o + outputs] = values[numbers]
         head = 3 * r + 4 * o
         host[head : head + used].reshape(-1, self.pages)[:, : tables.shape[1]] = tables
-        self._memory[: head + used].copy_(torch.from_numpy(host[: head + used]))
+        self._memory[: head + used].copy_(self._given[: head + used], non_blocking=True)
+        if self.device.type != "cpu":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         return self._frame(rows, outputs, int(batch.positions.max(initial=0)) + 1, experts)
 
     def _frame(self, rows: int, outputs: int, longest: int, experts: ExpertProvider | None) -> Frame:
@@ -214,7 +224,8 @@ class CudaProgram:
         self._graphs: dict[tuple[int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
-        self._written: dict[Rows, F32] = {}
+        self._written: dict[tuple[int, int], tuple[Rows, F32]] = {}
+        self._pinned: dict[tuple[int, int, int], Tensor] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
 
     def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
@@ -237,14 +248,14 @@ class CudaProgram:
             except torch.OutOfMemoryError:
                 if not self._tier.shrink():
                     raise
-                for rows, values in self._written.items():
+                for rows, values in self._written.values():
                     rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
                 self._run(self._batches.load(batch, experts))
         except torch.OutOfMemoryError as error:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
         except DeviceFailed as failure:
             self._twin.take_over(str(failure), self._batches.touched)
-            for rows, values in self._written.items():
+            for rows, values in self._written.values():
                 self._twin.write(self._number, rows, values)
 
     def _run(self, frame: Frame) -> None:
@@ -283,10 +294,11 @@ class CudaProgram:
                 part.captured = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(part.captured, pool=self._batches.pool()):
                     self._launch(wide, part.steps)
+                part.captured.replay()
             else:
-                for step in part.steps:
+                part.captured.replay()
+                for step in part.steps:  # while the device computes
                     self._allowed(step.op)
-            part.captured.replay()
             self.replays += 1
 
     def _launch(self, frame: Frame, steps: Sequence[Step]) -> None:
@@ -301,14 +313,28 @@ class CudaProgram:
         if self._twin.active:
             return self._twin.view(self._number, rows, count)
         started = time.perf_counter()
-        array: NDArray[Any] = rows.handle.view(rows)[:count].cpu().numpy()
+        array = self._fetched(rows, rows.handle.view(rows)[:count])
         self._seconds["other"] += time.perf_counter() - started
+        return array
+
+    def _fetched(self, rows: Rows, values: Tensor) -> NDArray[Any]:
+        """Values on the host, in memory that the next fetch of the same buffer may overwrite."""
+        if values.device.type == "cpu" or values.numel() * 4 > PINNED_BYTES:
+            plain: NDArray[Any] = values.cpu().numpy()
+            return plain
+        key = (id(rows.handle), rows.start, rows.width)
+        kept = self._pinned.get(key)
+        if kept is None or kept.shape[0] < values.shape[0]:
+            kept = self._pinned[key] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        kept[: len(values)].copy_(values, non_blocking=True)
+        torch.cuda.current_stream(values.device).synchronize()
+        array: NDArray[Any] = kept[: len(values)].numpy()
         return array
 
     def write(self, rows: Rows, values: F32) -> None:
         """Fill an input buffer's first rows."""
         kept: NDArray[Any] = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
-        self._written[rows] = kept
+        self._written[id(rows.handle), rows.start] = (rows, kept)
         if self._twin.active:
             self._twin.write(self._number, rows, kept)
         else:
