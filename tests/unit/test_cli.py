@@ -4,144 +4,42 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
+from cli_support import (
+    FakeEngine,
+    FakeSampling,
+    FakeTemplate,
+    Run,
+    child_environment,
+    error_line,
+    installed,
+    runner,
+)
 
-from picaflor import cli
-from picaflor.cli import app, bench
+from picaflor.cli import app, bench, model
 from picaflor.cli.lazy import LazyGroup
-from picaflor.cli.model import DEMO_LINE, Progress, looks_like_model, model_and_prompt, progress_text
+from picaflor.cli.model import DEMO_LINE, looks_like_model, model_and_prompt
 from picaflor.cli.run import prompt_ids
-from picaflor.errors import BadTemplate, ContextExceeded, OutOfBudget, PicaflorError, UsageError
+from picaflor.errors import BadTemplate, OutOfBudget, PicaflorError, UsageError
 from picaflor.models.config import Notices
 from picaflor.runtime.plan import EngineOptions
-from picaflor.telemetry.record import Phase, Record
-
-
-@dataclass(frozen=True)
-class Piece:
-    text: str
-    token: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeSampling:
-    max_tokens: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-
-
-class FakeTokenizer:
-    special = frozenset({1, 2})
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-
-class FakeTemplate:
-    start = "\x01"
-
-    def render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        if not messages and not self.start:
-            raise BadTemplate("messages[0] is undefined")
-        turns = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        return (self.start if not messages else "") + turns + "<assistant>" * add_generation_prompt
-
-
-class FakeEngine:
-    """Answers with the pieces of `script`; an exception in it is raised, a callable called."""
-
-    script: tuple[Any, ...] = (" there", " was")
-    opened: tuple[Any, ...] = ()
-    calls: list[tuple[str, Any]] = []  # noqa: RUF012 - reset by the fixture
-    finish_reason = "length"
-    name = "fake"
-    tuned = ""
-    stop_names = ("<end>", "<user>")
-    tokenizer = FakeTokenizer()
-    chat_template: FakeTemplate | None = FakeTemplate()
-    plan = types.SimpleNamespace(notices=Notices())
-
-    @classmethod
-    def open(cls, path: Path | None, options: EngineOptions, *, progress: Any, warn: Any) -> FakeEngine:
-        cls.opened = (path, options)
-        progress("load", 1, 2)
-        warn("an odd key")
-        return cls()
-
-    def __enter__(self) -> FakeEngine:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.calls.append(("closed", error[0]))
-
-    def generate(self, ids: list[int], options: FakeSampling, cancel: Any = None) -> Iterator[Piece]:
-        self.calls.append(("".join(chr(i) for i in ids), options))
-        for at, part in enumerate(self.script):
-            if isinstance(part, BaseException):
-                raise part
-            if callable(part):
-                part()
-            elif cancel is None or not cancel.is_set():
-                yield Piece(part, at)
-
-    def measure_memory_limit(self) -> None:
-        return
-
-    def record(self) -> Record:
-        return Record(model="fake", decode=Phase(tokens=2, wall_s=1.0))
 
 
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
-    engine = types.ModuleType("picaflor.runtime.engine")
-    engine.Engine = FakeEngine  # type: ignore[attr-defined]
-    engine.EngineOptions = EngineOptions  # type: ignore[attr-defined]
-    generate = types.ModuleType("picaflor.runtime.generate")
-    generate.SamplingOptions = FakeSampling  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "picaflor.runtime.engine", engine)
-    monkeypatch.setitem(sys.modules, "picaflor.runtime.generate", generate)
-    monkeypatch.setenv("XDG_CONFIG_HOME", "/nowhere")
-    for name in ("HOME", "XDG_STATE_HOME"):  # nothing is kept
-        monkeypatch.delenv(name, raising=False)
-    for name in [name for name in os.environ if name.startswith("PICAFLOR_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(FakeEngine, "calls", [])
-    monkeypatch.setattr(FakeEngine, "script", FakeEngine.script)
-    return FakeEngine
-
-
-Run = Callable[..., tuple[int, str, str]]
+    return installed(monkeypatch)
 
 
 @pytest.fixture
 def picaflor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def run(*words: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = cli.main(words)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-def error_line(err: str) -> str:
-    lines = [line for line in err.splitlines() if not line.startswith("picaflor: warning")]
-    lines = [line for line in lines if line != DEMO_LINE]
-    assert len(lines) == 1, err
-    return lines[0]
+    return runner(capsys, monkeypatch)
 
 
 # run: which word is what
@@ -220,6 +118,17 @@ def test_prompts_refused(picaflor: Run, words: tuple[str, ...], stdin: str, mess
     code, out, err = picaflor(*words, stdin=stdin)
     assert (code, out) == (2, "")
     assert message in error_line(err)
+
+
+def test_a_prompt_on_stdin_has_an_end(picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "MOST_PROMPT", 8)
+    assert picaflor("run", "-", stdin="x" * 8)[0] == 0
+    code, out, err = picaflor("run", "-", stdin="x" * 9)
+    assert (code, out) == (2, "")
+    assert error_line(err) == (
+        "picaflor: error: prompt on stdin: more than 8 characters; accepted: up to that many, and the tokens that --ctx"
+        " holds"
+    )
 
 
 # run: options and output
@@ -317,6 +226,20 @@ def test_json_is_one_object(picaflor: Run) -> None:
     assert result["record"]["decode"]["tokens_per_s"] == 2.0
 
 
+@pytest.mark.parametrize(("most", "cure"), [(512, "--ctx takes up to 512"), (64, "this model takes no more")])
+def test_a_full_context_is_told(
+    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, most: int, cure: str
+) -> None:
+    assert "the context is full" not in picaflor("run", "Hi")[2]
+    monkeypatch.setattr(fake, "finish_reason", "context")
+    monkeypatch.setattr(fake.plan, "model", types.SimpleNamespace(max_positions=most))
+    for words in ((), ("--json",)):
+        code, _, err = picaflor("run", "Hi", *words)
+        assert code == 0
+        line = f"the context is full, 64 tokens with the prompt: the answer ends here; {cure}"
+        assert err.splitlines()[-1] == line
+
+
 def test_profile_goes_to_stderr_and_leaves_stdout_alone(picaflor: Run) -> None:
     code, out, err = picaflor("run", "Hi", "--profile")
     assert (code, out) == (0, " there was\n")
@@ -325,53 +248,27 @@ def test_profile_goes_to_stderr_and_leaves_stdout_alone(picaflor: Run) -> None:
     assert "verdict" in err
 
 
-def test_progress_is_for_terminals_and_gone_before_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-        def fileno(self) -> int:
-            return 2
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((20, 5)))
-    monkeypatch.setattr("time.monotonic", iter([0.0, 0.05, 0.2, 0.25]).__next__)
-    progress = Progress()
-    progress("load", 1, 4)  # too soon
-    progress("load a long name", 2, 4)
-    assert terminal.getvalue() == "\r\x1b[K50%"
-    progress("load", 4, 4)  # too soon for a line, never too soon to take it away
-    assert terminal.getvalue().endswith("50%\r\x1b[K")
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr("time.monotonic", lambda: 9.0)
-    silent = Progress()
-    monkeypatch.setattr("time.monotonic", lambda: 99.0)
-    silent("load", 2, 4)
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("stage", "done", "total", "width", "text"),
-    [
-        ("reading the prompt", 128, 4096, 79, "reading the prompt 128 of 4096 (3%)"),
-        ("loading experts", 5 << 20, 2 << 30, 79, "loading experts 5 MiB of 2 GiB (0%)"),
-        ("writing", 1 << 30, 4 << 30, 28, "writing 1 GiB of 4 GiB (25%)"),
-        ("writing", 1 << 30, 4 << 30, 27, "writing 25%"),
-        ("reading", 1 << 30, 4 << 30, 10, "25%"),
-        ("loading resident weights", 1, 4, 2, ""),
-        ("loading resident weights", 1, 4, -1, ""),
-    ],
-)
-def test_progress_names_sizes_and_cuts_no_number(stage: str, done: int, total: int, width: int, text: str) -> None:
-    assert progress_text(stage, done, total, width) == text
-
-
-def test_progress_tells_the_time_that_is_left_where_there_is_room() -> None:
-    assert progress_text("reading the prompt", 500, 2000, 79, 40.4) == "reading the prompt 500 of 2000 (25%), 40 s left"
-    assert progress_text("reading the prompt", 500, 2000, 40, 40.4) == "reading the prompt 500 of 2000 (25%)"
-    assert progress_text("repeat", 1, 2, 79, 200) == "repeat 1 of 2 (50%), 3 min left"
-    assert progress_text("repeat", 1, 2, 79, 7500) == "repeat 1 of 2 (50%), 2 h 5 min left"
+def test_the_c_engine_s_model_and_prompt(
+    picaflor: Run, fake: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SNAP", str(tmp_path))
+    code, _, err = picaflor("run", "Once")
+    assert code == 0
+    assert "SNAP is set and not used: --compat-env takes the C engine's variables\n" in err
+    assert fake.opened[0] is None
+    for name, text in (("PROMPT", "Hello"), ("NGEN", "7"), ("MTP", "1"), ("COLI_X", "1")):
+        monkeypatch.setenv(name, text)
+    code, _, err = picaflor("run", "--compat-env")
+    assert code == 0
+    assert fake.opened[0] == tmp_path
+    (prompt, sampling) = fake.calls[-2] if fake.calls[-1][0] == "closed" else fake.calls[-1]
+    assert prompt.endswith("Hello")
+    assert sampling.max_tokens == 7
+    assert "SNAP is set" not in err
+    assert "--compat-env: MTP=1 does nothing: drafts are not in this version\n" in err
+    assert "--compat-env: variables of the C engine that are not known here: COLI_X\n" in err
+    code, _, err = picaflor("run", "/somewhere/else", "Own words", "--compat-env")
+    assert "/somewhere/else" in err
 
 
 # errors in one place
@@ -512,210 +409,3 @@ def test_every_command_has_help(group: LazyGroup, name: str) -> None:
     for parameter in command.params:
         if isinstance(parameter, click.Option):
             assert parameter.help, f"{name} {parameter.name} has no help"
-
-
-# a process of its own: signals, pipes
-
-
-def child_environment() -> dict[str, str]:
-    environment = {name: text for name, text in os.environ.items() if not name.startswith(("PICAFLOR_", "PYTHON"))}
-    return {**environment, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CONFIG_HOME": "/nowhere"}
-
-
-def default_interrupt() -> None:
-    """For a child: a test run in the background ignores Ctrl-C, and its children would inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-FAKED = """
-import sys, time
-sys.path.insert(0, {tests!r})
-import test_cli, types
-engine = types.ModuleType("picaflor.runtime.engine")
-engine.Engine, engine.EngineOptions = test_cli.FakeEngine, test_cli.EngineOptions
-generate = types.ModuleType("picaflor.runtime.generate")
-generate.SamplingOptions = test_cli.FakeSampling
-sys.modules |= {{"picaflor.runtime.engine": engine, "picaflor.runtime.generate": generate}}
-test_cli.FakeEngine.script = {script}
-from picaflor.cli import main
-sys.exit(main({words!r}))
-"""
-
-
-def spawn(script: str, *words: str, **values: Any) -> subprocess.Popen[bytes]:
-    code = FAKED.format(tests=str(Path(__file__).parent), script=script, words=list(words))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **values}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=child_environment(), preexec_fn=default_interrupt, **pipes
-    )
-
-
-def test_reader_that_leaves_is_no_error() -> None:
-    with spawn('(" line of text\\n",) * 200_000', "run", "Hi") as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.readline() == b" line of text\n"
-        child.stdout.close()
-        assert child.wait(60) == app.EXIT_BROKEN_PIPE
-        assert child.stderr.read().decode().splitlines() == ["picaflor: warning: an odd key", DEMO_LINE]
-
-
-def test_reader_that_was_never_there_is_no_error() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with spawn('(" short",)', "run", "Hi", "--json", stdout=writing) as child:
-        os.close(writing)
-        assert child.stderr is not None
-        assert child.wait(60) == app.EXIT_BROKEN_PIPE
-        assert child.stderr.read().decode().splitlines() == ["picaflor: warning: an odd key", DEMO_LINE]
-
-
-def test_interrupt_in_a_process() -> None:
-    with spawn('(" begin\\n", lambda: time.sleep(60), " late")', "run", "Hi") as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.readline() == b" begin\n"
-        child.send_signal(signal.SIGINT)
-        assert child.wait(60) == 130
-        assert child.stdout.read() == b""
-        assert child.stderr.read().decode().splitlines()[-1] == "picaflor: interrupted"
-
-
-# chat
-
-
-def chat_lines(monkeypatch: pytest.MonkeyPatch, *lines: Any) -> None:
-    remaining = list(lines)
-
-    def read(prompt: str = "") -> str:
-        if not remaining:
-            raise EOFError
-        line = remaining.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return str(line)
-
-    monkeypatch.setattr("builtins.input", read)
-
-
-def test_chat_keeps_the_conversation(picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_lines(monkeypatch, "Hi", "", "More", ":reset", "New", ":quit", "never")
-    code, out, err = picaflor("chat", "--seed", "5")
-    assert (code, out) == (0, " there was\n" * 3)
-    prompts = [text for text, _ in fake.calls if text != "closed"]
-    assert prompts == [
-        "<user>Hi<assistant>",
-        "<user>Hi<assistant> there was<user>More<assistant>",
-        "<user>New<assistant>",
-    ]
-    assert [options.seed for text, options in fake.calls if text != "closed"] == [5, 6, 7]
-    assert "fake, answers end at <end>, <user>. :reset forgets the conversation" in err
-
-
-def test_chat_commands(picaflor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_lines(monkeypatch, ":help", ":nonsense")
-    code, out, err = picaflor("chat")
-    assert (code, out) == (0, "")
-    assert err.count(":reset forgets the conversation") == 3
-    assert "(no command :nonsense; " in err
-
-
-def test_chat_interrupt_ends_the_answer_only(
-    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake, "script", (" one", lambda: signal.raise_signal(signal.SIGINT), " two"))
-    before = signal.getsignal(signal.SIGINT)
-    chat_lines(monkeypatch, "Hi", "More")
-    code, out, err = picaflor("chat")
-    assert (code, out) == (0, " one\n one\n")
-    assert err.count("(stopped)") == 2
-    assert fake.calls[1][0] == "<user>Hi<assistant> one<user>More<assistant>"
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_chat_second_interrupt_leaves(picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_lines(monkeypatch, KeyboardInterrupt(), "Hi", KeyboardInterrupt(), KeyboardInterrupt(), "never")
-    code, _, err = picaflor("chat")
-    assert code == 0
-    assert len(fake.calls) == 2
-    assert err.count("(Ctrl-C once more leaves)") == 2
-    monkeypatch.setattr(fake, "script", (" one", lambda: signal.raise_signal(signal.SIGINT)))
-    chat_lines(monkeypatch, "Hi", KeyboardInterrupt(), "never")
-    assert picaflor("chat")[0] == 0
-    assert len(fake.calls) == 4
-    monkeypatch.setattr(fake, "script", (" one", *(lambda: signal.raise_signal(signal.SIGINT),) * 2))
-    chat_lines(monkeypatch, "Hi", "never")
-    code, _, err = picaflor("chat")
-    assert code == 130
-    assert err.endswith("picaflor: interrupted\n")
-
-
-def test_chat_takes_back_a_turn_that_failed(
-    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    errors = [ContextExceeded("9 tokens, 8 fit"), None]
-
-    def fail_once() -> None:
-        error = errors.pop(0)
-        if error:
-            raise error
-
-    monkeypatch.setattr(fake, "script", (fail_once, " fine"))
-    chat_lines(monkeypatch, "long", "short")
-    code, out, err = picaflor("chat")
-    assert (code, out) == (1, " fine\n")
-    assert "picaflor: error: 9 tokens, 8 fit (this turn is taken back; :reset starts anew)" in err
-    assert fake.calls[1][0] == "<user>short<assistant>"
-
-
-class Typing(io.StringIO):
-    """A terminal as stdin; `input` is replaced."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_chat_at_a_terminal_ends_well_whatever_failed(
-    fake: type[FakeEngine], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake, "script", (" half", ContextExceeded("9 tokens, 8 fit")))
-    monkeypatch.setitem(sys.modules, "readline", None)
-    monkeypatch.setattr(sys, "stdin", Typing())
-    chat_lines(monkeypatch, "Hi")
-    assert cli.main(["chat"]) == 0
-
-
-@pytest.mark.parametrize(("error", "code"), [(ContextExceeded("9 tokens, 8 fit"), 1), (KeyboardInterrupt(), 130)])
-def test_chat_error_after_a_part_of_an_answer_starts_a_line(
-    picaflor: Run, fake: type[FakeEngine], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
-) -> None:
-    terminal = io.StringIO()
-    monkeypatch.setattr(fake, "script", (" half", error))
-    chat_lines(monkeypatch, "Hi")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert picaflor("chat")[0] == code
-    assert "\n half\npicaflor: " in terminal.getvalue()
-
-
-def test_the_c_engine_s_model_and_prompt(
-    picaflor: Run, fake: type[FakeEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SNAP", str(tmp_path))
-    code, _, err = picaflor("run", "Once")
-    assert code == 0
-    assert "SNAP is set and not used: --compat-env takes the C engine's variables\n" in err
-    assert fake.opened[0] is None
-    for name, text in (("PROMPT", "Hello"), ("NGEN", "7"), ("MTP", "1"), ("COLI_X", "1")):
-        monkeypatch.setenv(name, text)
-    code, _, err = picaflor("run", "--compat-env")
-    assert code == 0
-    assert fake.opened[0] == tmp_path
-    (prompt, sampling) = fake.calls[-2] if fake.calls[-1][0] == "closed" else fake.calls[-1]
-    assert prompt.endswith("Hello")
-    assert sampling.max_tokens == 7
-    assert "SNAP is set" not in err
-    assert "--compat-env: MTP=1 does nothing: drafts are not in this version\n" in err
-    assert "--compat-env: variables of the C engine that are not known here: COLI_X\n" in err
-    code, _, err = picaflor("run", "/somewhere/else", "Own words", "--compat-env")
-    assert "/somewhere/else" in err

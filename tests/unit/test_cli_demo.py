@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import child_environment, default_interrupt
+from cli_support import child_environment, default_interrupt
 from test_cli_doctor import Tensors, model_with
 
 from picaflor.cli.model import DEMO_LINE

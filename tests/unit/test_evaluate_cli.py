@@ -18,6 +18,7 @@ from picaflor.backends.api import I32
 from picaflor.cli.app import run_command_line
 from picaflor.formats.base import F32
 from picaflor.runtime import bench
+from picaflor.runtime.lossy import Lossy
 from picaflor.settings import Settings
 from picaflor.telemetry.record import Phase, Record
 
@@ -59,9 +60,7 @@ class FakeEngine:
         self.replays.append((list(prompt), list(tokens)))
         return [0.5] * len(tokens)
 
-    plan = SimpleNamespace(
-        backend=SimpleNamespace(name="cpu", on_device=False), lossy=SimpleNamespace(names=lambda: ()), store=None
-    )
+    plan = SimpleNamespace(backend=SimpleNamespace(name="cpu", on_device=False), lossy=Lossy(), store=None)
 
     def weight_memory(self) -> list[Any]:
         return []

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from cli_support import child_environment
 from ops_support import batch
-from test_cli import child_environment
 
 import picaflor._native as _native
 from picaflor.backends.cpu.backend import open_backend

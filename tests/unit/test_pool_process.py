@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli import child_environment, default_interrupt
+from cli_support import child_environment, default_interrupt
 
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.threads import default_threads

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from picaflor.runtime.engine import Engine
 
 
+DEFAULT_SEED = 1
 _READS = ("hits_prefetched", "prefetch_late", "prefetch_wasted", "wasted_bytes", "read_wait_s", "read_service_s")
 
 
@@ -32,9 +33,7 @@ _READS = ("hits_prefetched", "prefetch_late", "prefetch_wasted", "wasted_bytes",
 @click.option("--tokens", type=click.IntRange(min=1), default=64, help="Tokens per repeat. Default: 64.")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=16, help="Tokens before them. Default: 16.")
 @click.option("--repeats", type=click.IntRange(min=1), default=5, help="Measured repeats. Default: 5.")
-@click.option(
-    "--token-seed", type=click.IntRange(min=0), default=1, help="Seed of the tokens that are fed. Default: 1."
-)
+@click.option("--token-seed", type=click.IntRange(min=0), help="Seed of the random tokens that are fed. Default: 1.")
 @click.option("--text", type=click.Path(path_type=Path), help="Feed this file's tokens instead of random ones.")
 @click.option(
     "--quality-record",
@@ -48,7 +47,7 @@ def command(
     tokens: int,
     prompt_tokens: int,
     repeats: int,
-    token_seed: int,
+    token_seed: int | None,
     text: Path | None,
     quality_record: Path | None,
     note: str,
@@ -66,12 +65,15 @@ def command(
 
     line = Progress()
     _check_quality(settings, text, quality_record)
+    if text is not None and token_seed is not None:
+        raise UsageError("--token-seed is of random tokens and --text feeds those of a file: leave one of them out")
+    seed = DEFAULT_SEED if token_seed is None else token_seed
     _check_context(prompt_tokens, tokens, settings.ctx or DEFAULT_CONTEXT)
     with open_engine(model, settings) as engine:
         _check_context(prompt_tokens, tokens, engine.context)
         if engine.plan.backend.on_device:
             raise UsageError(f"bench decode measures the CPU; {engine.plan.backend.name}: benchmarks/gpu_runtime.py")
-        ids = _token_ids(engine, prompt_tokens + tokens, token_seed, text)
+        ids = _token_ids(engine, prompt_tokens + tokens, seed, text)
         bench = measure_decode(
             engine,
             prompt=ids[:prompt_tokens],
@@ -82,7 +84,7 @@ def command(
             progress=lambda done, total: line("repeat", done, total),
         )
         line.clear()
-        record = _record(engine, bench, prompt_tokens, token_seed, note)
+        record = _record(engine, bench, prompt_tokens, seed if text is None else None, note)
         record |= _quality(engine, ids, prompt_tokens, quality_record)
     if settings.json:
         print(json.dumps(record))
@@ -95,6 +97,11 @@ def _check_quality(settings: Settings, text: Path | None, quality_record: Path |
     from picaflor.runtime.lossy import Lossy
 
     lossy = Lossy(settings.router_top_p, settings.experimental_expert_budget)
+    if quality_record is not None and not lossy.active:
+        raise UsageError(
+            "--quality-record is for a lossy mode and none is active (--router-top-p, --experimental-expert-budget): "
+            "leave it out"
+        )
     if lossy.active and text is None and quality_record is None:
         raise UsageError(
             f"{', '.join(lossy.names())}: no speed of a lossy mode without a figure of its quality: give --text FILE,"
@@ -142,7 +149,9 @@ def _token_ids(engine: Engine, count: int, seed: int, text: Path | None) -> list
     return ids[:count]
 
 
-def _record(engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: int, note: str) -> dict[str, Any]:
+def _record(
+    engine: Engine, bench: DecodeBench, prompt_tokens: int, token_seed: int | None, note: str
+) -> dict[str, Any]:
     from picaflor.runtime.bench import RECORD_VERSION
 
     run = engine.record().to_json()

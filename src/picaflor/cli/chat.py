@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import click
 
 from picaflor import settings as table
-from picaflor.cli.model import open_engine, read_prompt
+from picaflor.cli.model import MOST_PROMPT, check_length, ending, open_engine, read_prompt
 from picaflor.cli.run import chat_ids, end_line, sampling_options
-from picaflor.errors import PicaflorError
+from picaflor.errors import PicaflorError, UsageError
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def command(model: str | None, settings: Settings) -> int:
     with open_engine(model, settings) as engine:
         chat = Chat(engine, settings)
         print(f"{engine.name}, {end_line(engine)}. {HELP}", file=sys.stderr, flush=True)
-        chat.loop(input)
+        chat.loop(input if sys.stdin.isatty() else read_piped)
         if settings.profile:
             from picaflor.telemetry.report import print_report
 
@@ -124,7 +124,23 @@ class Chat:
         self._sampling = replace(self._sampling, seed=(self._sampling.seed + 1) % 2**64)
         if cancel.is_set():
             print("(stopped)", file=sys.stderr, flush=True)
+        elif self._engine.finish_reason == "length":
+            print(f"(cut at {self._sampling.max_tokens} tokens; -n raises that)", file=sys.stderr, flush=True)
+        elif line := ending(self._engine):
+            print(f"({line}; :reset starts anew)", file=sys.stderr, flush=True)
         return cancel.is_set()
+
+
+def read_piped(prompt: str = "") -> str:
+    """The next line of a pipe. Raises EOFError behind the last one, UsageError for one without an end or not UTF-8."""
+    try:
+        line = sys.stdin.readline(MOST_PROMPT + 1)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"line on stdin: not UTF-8 at byte {error.start}") from None
+    check_length(line, "line on stdin")
+    if not line:
+        raise EOFError
+    return line
 
 
 def read_line(line: str) -> str:

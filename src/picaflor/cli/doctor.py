@@ -38,6 +38,7 @@ from picaflor.errors import (
     PicaflorError,
     UnknownFormat,
     UnsupportedConfig,
+    UsageError,
 )
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
@@ -56,6 +57,10 @@ SELF_TEST_PROMPT = "The old house"
 @table.options("doctor")
 def command(model: str | None, deep: bool, settings: Settings) -> int:
     """Check this machine, and with MODEL, a directory, that model's files. Exit code 1 if a check fails."""
+    if deep and model is None:
+        raise UsageError(
+            "--deep reads a model and none is given: name its directory, as picaflor doctor DIRECTORY --deep"
+        )
     checks = []
     for check in run_checks(model, settings, deep=deep):
         checks.append(check)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,14 +58,14 @@ def command(model: str | None, text: Path, window: int, limit: int | None, setti
         scores = [
             _score(engine, path, nbytes, window, limit) for (path, nbytes), fit in zip(texts, fits, strict=True) if fit
         ]
-        name = engine.name
+        name, lossy = engine.name, engine.plan.lossy.summary()
     if settings.json:
-        record = {"model": name, "precision": settings.precision, "window": window}
+        record = {"model": name, "precision": settings.precision, "window": window, "lossy": list(lossy)}
         record |= {"files": [score.record() for score in scores]}
         record |= {"skipped": [dataclasses.asdict(entry) for entry in skipped]}
         print(json.dumps(record))
     else:
-        _print(name, scores)
+        _print(name, scores, lossy)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,8 +109,10 @@ class _Eta:
         self.line(f"{name}: {'' if left is None else f'{left:.0f} s left, '}window", done, total)
 
 
-def _print(name: str, scores: list[TextScore]) -> None:
+def _print(name: str, scores: list[TextScore], lossy: Sequence[str]) -> None:
     print(f"{name}, windows of {scores[0].window} tokens")
+    for text in lossy:
+        print(f"LOSSY, {text}")
     width = max(len(score.name) for score in scores)
     print(f"{'':{width}}  {'tokens':>8}  {'mean NLL':>9}  {'perplexity':>10}  {'tokens/s':>8}")
     for score in scores:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 DEMO_LINE = "demo model, 27 M parameters"
 STDIN = "-"
+MOST_PROMPT = 16 << 20
+"""Most characters of a prompt on stdin: more tokens than any context here holds."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PATH_START = ("/", "./", "../", "~/")
 _PROGRESS_PERIOD_S = 0.1
@@ -83,14 +85,32 @@ def read_prompt(word: str) -> str:
     """The prompt, from stdin where `word` is `-`. Raises UsageError unless it is text with something in it."""
     if word == STDIN:
         try:
-            word = sys.stdin.read()
+            word = sys.stdin.read(MOST_PROMPT + 1)
         except UnicodeDecodeError as error:
             raise UsageError(f"prompt on stdin: not UTF-8 at byte {error.start}") from None
+        check_length(word, "prompt on stdin")
     if not word:
         raise UsageError("the prompt is empty")
     if any("\ud800" <= letter <= "\udfff" for letter in word):
         raise UsageError("the prompt is not UTF-8 text")
     return word
+
+
+def check_length(text: str, what: str) -> None:
+    """Raises UsageError for what was read from a stream and goes on behind the most that is taken."""
+    if len(text) > MOST_PROMPT:
+        raise UsageError(
+            f"{what}: more than {MOST_PROMPT} characters; accepted: up to that many, and the tokens that --ctx holds"
+        )
+
+
+def ending(engine: Engine) -> str:
+    """One line where the last answer ended because nothing more fits, else nothing."""
+    if engine.finish_reason != "context":
+        return ""
+    most = engine.plan.model.max_positions
+    cure = f"--ctx takes up to {most}" if engine.context < most else "this model takes no more"
+    return f"the context is full, {engine.context} tokens with the prompt: the answer ends here; {cure}"
 
 
 TUNED_NAME = "tuned.json"

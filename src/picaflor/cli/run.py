@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from picaflor import settings as table
-from picaflor.cli.model import model_and_prompt, open_engine, read_prompt
+from picaflor.cli.model import ending, model_and_prompt, open_engine, read_prompt
 from picaflor.errors import BadTemplate, PicaflorError
 from picaflor.settings import Settings
 
@@ -44,6 +44,8 @@ def command(words: tuple[str, ...], settings: Settings) -> None:
         except KeyboardInterrupt:
             _report(engine, settings)
             raise
+        if line := ending(engine):
+            print(line, file=sys.stderr, flush=True)
         _report(engine, settings)
         if settings.json:
             from picaflor.telemetry.report import as_json

@@ -16,7 +16,7 @@ import click
 from picaflor import __version__
 from picaflor import settings as table
 from picaflor.cli.model import DEMO_LINE, Progress, counted, engine_options, model_path, tuned_file
-from picaflor.errors import PicaflorError
+from picaflor.errors import PicaflorError, UsageError
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     from picaflor.runtime.machine import StateFile
     from picaflor.runtime.tune import axes, key_of, reads_apply, search
 
+    refuse_lossy(settings)
     path = model_path(model)
     if path is None:
         print(DEMO_LINE, file=sys.stderr, flush=True)
@@ -67,6 +68,15 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         print(json.dumps({"kind": "tune", "model": name, "file": str(where), "key": key, **entry}))
     else:
         _print(name, found, where)
+
+
+def refuse_lossy(settings: Settings) -> None:
+    """Raises UsageError where the environment or the config file asks for a lossy mode."""
+    from picaflor.runtime.lossy import Lossy
+
+    lossy = Lossy(settings.router_top_p, settings.experimental_expert_budget)
+    if lossy.active:
+        raise UsageError(f"tune measures no lossy mode; {', '.join(lossy.names())} is set: unset it")
 
 
 def _open(path: Path | None, options: EngineOptions) -> Engine:

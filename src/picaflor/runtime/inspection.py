@@ -17,6 +17,7 @@ from picaflor.errors import BadContainer, PicaflorError
 from picaflor.models.base import ExpertSpec, MatrixSpec, Model, Part, VectorSpec, build_model, missing
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, TensorNames, load_index
+from picaflor.runtime.checks import check_end_tokens
 
 SIDE_FILES = {
     "tokenizer.json": "text cannot be read or written, only token ids",
@@ -143,6 +144,7 @@ def inspect_container(container: Container, *, group_size: int | None = None, st
         gaps += _absent_tensors(absent)
         kept = _Some.of(model, names) if absent else model
         index = load_index(container, kept, group_size=group_size, notices=notices)
+        check_end_tokens(container, model)
     except PicaflorError as error:
         problems.append(str(error))
     rows = _settled_rows(container, model, index) if model is not None and index is not None else _raw_rows(container)

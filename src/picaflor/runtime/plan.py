@@ -28,7 +28,7 @@ from picaflor.models.base import DraftForward, Forward, Model, Scope
 from picaflor.models.blocks.moe import MoE
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
-from picaflor.runtime import sidefile, tune
+from picaflor.runtime import checks, sidefile, tune
 from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.chunks import SMALLEST, ExpertSizes, Sized, most_rows, settle
 from picaflor.runtime.history import History, Learning, history_file
@@ -340,7 +340,10 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
             group_size=options.group_size,
             notices=notices,
         )
+        checks.check_latents(options, model)
+        checks.check_end_tokens(container, model)
         asked, (options, tuned) = options, tune.applied(options, model, index, notices)
+        checks.tell_idle(asked, options, index, notices)
         plan = _assemble(path, container, model, index, options, notices, progress)
         plan.tuned = tuned
         if options.threads != asked.threads:
@@ -479,6 +482,8 @@ def _tell_unused(options: EngineOptions, notices: Notices) -> None:
         "--expert-slots": options.expert_slots is not None,
         "--direct on": options.direct == "on",
         "--mirror": bool(options.mirrors),
+        "--policy": options.policy != "auto",
+        "--prefetch on": options.prefetch == "on",
     }
     unused = [flag for flag, is_given in given.items() if is_given]
     if unused:

@@ -20,8 +20,8 @@ from picaflor.models.base import Layer, MatrixSpec, Model
 from picaflor.models.blocks.moe import MoE
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex, open_model
+from picaflor.runtime import checks, sidefile, tune
 from picaflor.runtime import plan as planning
-from picaflor.runtime import sidefile, tune
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.plan import EngineOptions, Residents
 from picaflor.runtime.reading import Reading
@@ -130,7 +130,11 @@ def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
             group_size=options.group_size,
             notices=notices,
         )
-        options, _ = tune.applied(options, model, index, notices)
+        checks.tell_cut(container, notices)
+        checks.check_latents(options, model)
+        checks.check_end_tokens(container, model)
+        asked, (options, _) = options, tune.applied(options, model, index, notices)
+        checks.tell_idle(asked, options, index, notices)
         return _sketch(path, container, model, index, options, notices)
     except BaseException:
         container.close()

@@ -1,0 +1,71 @@
+"""What is checked between a model's headers and its weights: end tokens, options that fit nothing or have no effect.
+
+Knows configs and options; must not know programs, memory or how a line reaches the user.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from picaflor.container.index import Container
+from picaflor.container.strict_json import show_path
+from picaflor.errors import UsageError
+from picaflor.formats.int4_grouped import NAME as GROUPED
+from picaflor.models.base import Model
+from picaflor.models.config import Notices
+from picaflor.models.loading import ModelIndex
+from picaflor.runtime.tokenizer import eos_ids
+from picaflor.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from picaflor.runtime.plan import EngineOptions
+
+LATENT = "latent"
+GENERATION = "generation_config.json"
+
+
+def check_end_tokens(container: Container, model: Model) -> None:
+    """Raises UnsupportedConfig for an `eos_token_id` that is no token of the model, BadContainer for a broken file."""
+    eos_ids(container.config(), container.side_json(GENERATION), vocabulary=model.vocabulary)
+
+
+def check_latents(options: EngineOptions, model: Model) -> None:
+    """Raises UsageError for an eps of latents where the model has none."""
+    if options.latent_norm_eps is not None and not any(plane.name == LATENT for plane in model.planes()):
+        raise UsageError(f"--latent-norm-eps: {model.family} has no latents; leave it out")
+
+
+def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, notices: Notices) -> None:
+    """One line for each option that was given and does nothing in this run; `used` has the tuned ones as well."""
+    ring = used.read_engine == "io_uring"
+    if asked.vram_bytes is not None and used.backend in ("auto", "cpu"):
+        notices.tell(
+            f"--vram {format_bytes(asked.vram_bytes)} has no effect: the CPU computes, in memory that --ram bounds"
+        )
+    if asked.queue_depth is not None and not ring:
+        notices.tell(
+            f"--queue-depth {asked.queue_depth} has no effect: threads read, as many as --read-threads says; "
+            "--read-engine io_uring has a queue"
+        )
+    if asked.read_threads is not None and ring:
+        notices.tell(f"--read-threads {asked.read_threads} has no effect: io_uring reads, --queue-depth at once")
+    if asked.group_size is not None and not _grouped(index):
+        notices.tell(f"--group-size {asked.group_size} has no effect: no tensor is {GROUPED}")
+
+
+def tell_cut(container: Container, notices: Notices) -> None:
+    """One line for files that end before the bytes that their headers declare."""
+    cut = [(shard.path, shard.path.stat().st_size, shard.nbytes) for shard in container.shards]
+    cut = [(path, found, nbytes) for path, found, nbytes in cut if found < nbytes]
+    if cut:
+        path, found, nbytes = cut[0]
+        more = f", and {len(cut) - 1} more such files" if len(cut) > 1 else ""
+        notices.tell(
+            f"{show_path(path)}: {found} bytes are here, its header declares {nbytes}{more}: the plan is for whole "
+            "files, and the disk was not measured"
+        )
+
+
+def _grouped(index: ModelIndex) -> bool:
+    experts = (matrix for layer in index.experts.values() for expert in layer for matrix in expert.matrices)
+    return any(matrix.format == GROUPED for matrices in (index.matrices.values(), experts) for matrix in matrices)

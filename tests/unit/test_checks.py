@@ -1,0 +1,141 @@
+"""Options that fit no model or do nothing, end tokens that are none, files that end early: each is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from picaflor import cli
+from picaflor.errors import UsageError
+from picaflor.runtime import builtin
+from picaflor.runtime.engine import Engine, EngineOptions
+
+QWEN = Path(__file__).parent.parent / "data" / "families" / "qwen3_moe_tiny"
+RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
+RUN = ("run", "The old house", "-n", "1", "--temperature", "0")
+
+
+@pytest.fixture(autouse=True)
+def no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The built-in model's files, to be changed."""
+    folder = tmp_path / "model"
+    shutil.copytree(builtin.folder(), folder)
+    return folder
+
+
+def warnings(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("picaflor: warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--vram", "8GiB"), "--vram 8 GiB has no effect: the CPU computes, in memory that --ram bounds"),
+        (
+            ("--queue-depth", "16"),
+            "--queue-depth 16 has no effect: threads read, as many as --read-threads says; --read-engine io_uring has "
+            "a queue",
+        ),
+        (
+            ("--read-engine", "io_uring", "--read-threads", "3"),
+            "--read-threads 3 has no effect: io_uring reads, --queue-depth at once",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_told(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (RUN, ("plan", *RATES)):
+        assert cli.main([*command, *words]) == 0
+        assert warnings(capsys.readouterr().err) == [f"picaflor: warning: {line}"]
+
+
+def test_options_that_have_an_effect_are_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--read-threads", "3", "--group-size", "64", "--latent-norm-eps", "1e-6", "--ram", "4GiB")
+    assert cli.main([*RUN, *words]) == 0
+    assert warnings(capsys.readouterr().err) == []
+
+
+def test_options_that_fit_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(QWEN), *RATES, "--group-size", "64"]) == 0
+    assert warnings(capsys.readouterr().err) == [
+        "picaflor: warning: --group-size 64 has no effect: no tensor is int4-grouped"
+    ]
+    assert cli.main(["plan", str(QWEN), *RATES, "--latent-norm-eps", "1e-5"]) == 2
+    assert "--latent-norm-eps: qwen3_moe has no latents; leave it out" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--latent-norm-eps: qwen3_moe has no latents"):
+        Engine.open(QWEN, EngineOptions(latent_norm_eps=1e-5))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", [4096, "</s>", [1, None], True])
+def test_end_tokens_that_are_none(model: Path, file: str, value: object, capsys: pytest.CaptureFixture[str]) -> None:
+    path = model / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": value}))
+    line = f"{file}: eos_token_id is {json.dumps(value)}; accepted: a token id below 4096 or a list"
+    for words in (("inspect", str(model)), ("plan", str(model), *RATES), ("run", str(model), "x")):
+        assert cli.main(words) == 1
+        out, err = capsys.readouterr()
+        assert line in err.splitlines()[-1]
+        assert words[0] != "inspect" or f"problem: {line}" in out.splitlines()
+
+
+def test_plan_tells_which_files_end_early(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shard,) = model.glob("*.safetensors")
+    whole = shard.stat().st_size
+    assert cli.main(["plan", str(model), *RATES]) == 0
+    assert warnings(capsys.readouterr().err) == []
+    os.truncate(shard, whole - 1)
+    assert cli.main(["plan", str(model), *RATES]) == 0
+    (line,) = warnings(capsys.readouterr().err)
+    assert line == (
+        f"picaflor: warning: {shard}: {whole - 1} bytes are here, its header declares {whole}: the plan is for whole "
+        "files, and the disk was not measured"
+    )
+
+
+def test_doctor_reads_a_model_deeply_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--deep"]) == 2
+    assert "--deep reads a model and none is given: name its directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--quality-record", "x.json"), "--quality-record is for a lossy mode and none is active"),
+        (("--text", "x.txt", "--token-seed", "1"), "--token-seed is of random tokens and --text feeds those of a file"),
+    ],
+)
+def test_bench_refuses_what_would_do_nothing(
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "decode", str(builtin.folder()), *words]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_tune_measures_no_lossy_mode(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PICAFLOR_ROUTER_TOP_P", "0.5")
+    assert cli.main(["tune"]) == 2
+    assert "tune measures no lossy mode; router top-p 0.5 is set: unset it" in capsys.readouterr().err
+
+
+def test_eval_names_lossy_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A hummingbird drinks from a flower and flies on. " * 4)
+    words = ["eval", "--text", str(text), "--window", "16", "--limit", "1", "--router-top-p", "0.5"]
+    assert cli.main(words) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "LOSSY" in line]
+    assert line.startswith("LOSSY, router top-p 0.5: ")
+    assert line.endswith("% of the decoded tokens' experts left out")
+    assert cli.main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["lossy"] == [line.removeprefix("LOSSY, ")]
