@@ -324,8 +324,15 @@ def test_too_little_room_is_said_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
-    with pytest.raises(WriteFailed, match=r"out: \d+ bytes needed, 5 bytes free"):
+    planned = convert(checkpoint, tmp_path / "out", dry_run=True)
+    tensors = planned.nbytes
+    assert (planned.needed_bytes, planned.free_bytes, planned.fits) == (tensors + (64 << 20), 5, False)
+    with pytest.raises(WriteFailed) as caught:
         convert(checkpoint, tmp_path / "out")
+    assert str(caught.value) == (
+        f"{tmp_path}/out: {tensors + (64 << 20)} bytes needed ({tensors} of tensors, {64 << 20} in reserve for headers "
+        "and side files), 5 bytes free on this disk"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -532,6 +539,20 @@ def test_the_command_prints_the_record_and_returns_exit_codes(
     assert "already there; convert never overwrites" in capsys.readouterr().err
     assert run_command_line(["convert", str(checkpoint), str(tmp_path / "x"), "--format", "int5"]) == 2
     assert "format 'int5' for routed experts: accepted: " in capsys.readouterr().err
+
+
+def test_the_command_names_options_that_cannot_be_or_do_nothing(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in ("0", "many"):
+        assert run_command_line(["convert", str(checkpoint), str(tmp_path / "x"), "--shard-size", size]) == 2
+        assert f"--shard-size: '{size}' is not accepted; give a size above 0" in capsys.readouterr().err
+    words = ["--format", "int8-row", "--resident-format", "int8-row", "--group-size", "32", "--source-group-size", "32"]
+    assert run_command_line(["convert", str(checkpoint), str(tmp_path / "x"), "--dry-run", *words]) == 0
+    assert [line.removeprefix("picaflor: warning: ") for line in capsys.readouterr().err.splitlines()] == [
+        "--group-size 32 has no effect: nothing is written in int4-grouped",
+        "--source-group-size 32 has no effect: no tensor is int4-grouped",
+    ]
 
 
 def test_the_command_prints_a_table(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from picaflor.container.expert_file import plan_reads
 from picaflor.container.index import Container
 from picaflor.convert import relayout as module
 from picaflor.convert.converter import ConvertOptions, convert
+from picaflor.convert.job import JobOptions
 from picaflor.convert.policy import Policy
-from picaflor.convert.relayout import RelayoutOptions, relayout
+from picaflor.convert.relayout import relayout
 from picaflor.errors import BadContainer, UsageError, WriteFailed
 from picaflor.formats import bf16
 from picaflor.formats.rules import merge_rules
@@ -33,7 +35,7 @@ from picaflor.runtime.engine import Engine, EngineOptions
 
 FAMILIES = Path(__file__).parents[1] / "data" / "families"
 MODELS = [path.name for path in sorted(FAMILIES.iterdir()) if path.is_dir()]
-SMALL = RelayoutOptions(shard_bytes=100_000)
+SMALL = JobOptions(shard_bytes=100_000)
 
 
 def tensors(*paths: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -162,10 +164,10 @@ def test_split_directories_become_one(source: Path, tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (shard,) = (tmp_path / "one").glob("model-00002-of-*.safetensors")
     shard.rename(tmp_path / "two" / shard.name)
-    relayout(tmp_path / "one", tmp_path / "out", RelayoutOptions(split=(tmp_path / "two",)))
+    relayout(tmp_path / "one", tmp_path / "out", JobOptions(split=(tmp_path / "two",)))
     assert tensors(tmp_path / "out") == tensors(source)
     with pytest.raises(UsageError, match="lies inside the source"):
-        relayout(tmp_path / "one", tmp_path / "two" / "new", RelayoutOptions(split=(tmp_path / "two",)))
+        relayout(tmp_path / "one", tmp_path / "two" / "new", JobOptions(split=(tmp_path / "two",)))
 
 
 def test_side_files_are_copied_and_others_named(source: Path, tmp_path: Path) -> None:
@@ -197,14 +199,15 @@ def test_the_source_is_never_written_to(source: Path, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from picaflor.convert.relayout import RelayoutOptions, relayout
+from picaflor.convert.job import JobOptions
+from picaflor.convert.relayout import relayout
 count = 0
 def progress(stage, done, total):
     global count
     count += 1
     if count == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-relayout(Path(sys.argv[1]), Path(sys.argv[2]), RelayoutOptions(shard_bytes=100_000), progress=progress)
+relayout(Path(sys.argv[1]), Path(sys.argv[2]), JobOptions(shard_bytes=100_000), progress=progress)
 """
 
 
@@ -300,8 +303,14 @@ def test_a_full_disk_is_one_line_and_loses_nothing(
     assert tensors(tmp_path / "out") == before
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
-        with pytest.raises(WriteFailed, match=r"bytes needed, 5 bytes free on this disk"):
+        with pytest.raises(WriteFailed, match=r"bytes needed \(.* in reserve .*\), 5 bytes free on this disk"):
             relayout(source, tmp_path / "other")
+        capsys.readouterr()
+        assert run_command_line(["convert", str(source), str(tmp_path / "other"), "--relayout", "--dry-run"]) == 1
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "free there" in line]
+        assert re.fullmatch(
+            r"too little room: free there: 5 B, \S+ MiB needed, 64 MiB of that in reserve; nothing was written", line
+        )
     assert not (tmp_path / ".other.partial").exists()
 
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from picaflor import option_kinds
 from picaflor import settings as table
 from picaflor.cli.model import Progress, counted
 from picaflor.errors import UsageError
 from picaflor.settings import Settings
-from picaflor.sizes import format_bytes, parse_bytes
+from picaflor.sizes import format_bytes
 
 if TYPE_CHECKING:
     from picaflor.convert.converter import ConvertReport
+    from picaflor.convert.job import JobReport
+    from picaflor.convert.policy import Policy
     from picaflor.convert.relayout import RelayoutReport
-
-DEFAULT_FORMAT = "int4-grouped"
 
 
 @click.command()
@@ -53,25 +55,32 @@ def command(
     mtp: bool,
     dry_run: bool,
     settings: Settings,
-) -> None:
+) -> int:
     """Convert SRC, a directory, to the new directory OUT.
 
     OUT appears only when it is complete. An interrupted run leaves `.OUT.partial` beside it; the same command goes on
     from there. Embedding, head, indexer and draft layer are int8-row, routers and norms f32. --group-size is that of
     the int4-grouped tensors that are written, 64 by default. --relayout changes no byte of any tensor, and verifies it.
+
+    Exit code 1 of --dry-run where the disk has no room for it.
     """
     line = Progress()
     started = time.monotonic()
-    shard_bytes = parse_bytes(shard_size)
+    common = {
+        "split": tuple(Path(folder).expanduser() for folder in settings.split),
+        "shard_bytes": _shard_bytes(shard_size),
+        "source_group_size": source_group_size,
+        "strict": settings.strict,
+        "threads": settings.threads,
+    }
     try:
         report: RelayoutReport | ConvertReport
         if relayout:
             _check_lossless(experts, resident, mtp, settings)
-            report = _relayout(source, out, source_group_size, shard_bytes, dry_run, settings, line)
+            report = _relayout(source, out, common, dry_run, line)
         else:
-            report = _convert(
-                source, out, experts, resident, source_group_size, shard_bytes, mtp, dry_run, settings, line
-            )
+            policy = _policy(experts, resident, settings, line.warn)
+            report = _convert(source, out, common | {"policy": policy, "draft": mtp}, dry_run, line)
     finally:
         line.clear()
     if settings.json:
@@ -80,59 +89,45 @@ def command(
         _print_relayout(cast("RelayoutReport", report))
     else:
         _print(cast("ConvertReport", report))
+    return 0 if report.fits else 1
 
 
-def _convert(
-    source: Path,
-    out: Path,
-    experts: str | None,
-    resident: str | None,
-    source_group_size: int | None,
-    shard_bytes: int,
-    mtp: bool,
-    dry_run: bool,
-    settings: Settings,
-    line: Progress,
-) -> ConvertReport:
+def _shard_bytes(text: str) -> int:
+    kind = option_kinds.size()
+    try:
+        nbytes: int = kind.read(text)
+    except (ValueError, UsageError):
+        raise UsageError(f"--shard-size: {text!r} is not accepted; give {kind.accepts}") from None
+    return nbytes
+
+
+def _convert(source: Path, out: Path, options: Mapping[str, Any], dry_run: bool, line: Progress) -> ConvertReport:
     from picaflor.convert.converter import ConvertOptions, convert
-    from picaflor.convert.policy import DEFAULT_GROUP_SIZE, Policy
+
+    return convert(source, out, ConvertOptions(**options), dry_run=dry_run, progress=line, warn=line.warn)
+
+
+def _relayout(source: Path, out: Path, options: Mapping[str, Any], dry_run: bool, line: Progress) -> RelayoutReport:
+    from picaflor.convert.job import JobOptions
+    from picaflor.convert.relayout import relayout
+
+    return relayout(source, out, JobOptions(**options), dry_run=dry_run, progress=line, warn=line.warn)
+
+
+def _policy(experts: str | None, resident: str | None, settings: Settings, warn: Callable[[str], None]) -> Policy:
+    """The formats that were asked for; one line for a group size that none of them has."""
+    from picaflor import formats
+    from picaflor.convert.policy import DEFAULT_FORMAT, DEFAULT_GROUP_SIZE, Policy
 
     policy = Policy(
         experts=experts or DEFAULT_FORMAT,
         resident=resident or DEFAULT_FORMAT,
         group_size=settings.group_size or DEFAULT_GROUP_SIZE,
     )
-    options = ConvertOptions(
-        policy=policy,
-        draft=mtp,
-        split=tuple(map(Path, settings.split)),
-        shard_bytes=shard_bytes,
-        source_group_size=source_group_size,
-        strict=settings.strict,
-        threads=settings.threads,
-    )
-    return convert(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
-
-
-def _relayout(
-    source: Path,
-    out: Path,
-    group_size: int | None,
-    shard_bytes: int,
-    dry_run: bool,
-    settings: Settings,
-    line: Progress,
-) -> RelayoutReport:
-    from picaflor.convert.relayout import RelayoutOptions, relayout
-
-    options = RelayoutOptions(
-        split=tuple(map(Path, settings.split)),
-        shard_bytes=shard_bytes,
-        group_size=group_size,
-        strict=settings.strict,
-        threads=settings.threads,
-    )
-    return relayout(source, out, options, dry_run=dry_run, progress=line, warn=line.warn)
+    written = (policy.experts, policy.resident)
+    if settings.group_size is not None and not any(formats.get(name).group_sizes for name in written):
+        warn(f"--group-size {settings.group_size} has no effect: nothing is written in {DEFAULT_FORMAT}")
+    return policy
 
 
 def _check_lossless(experts: str | None, resident: str | None, mtp: bool, settings: Settings) -> None:
@@ -148,6 +143,17 @@ def _check_lossless(experts: str | None, resident: str | None, mtp: bool, settin
         raise UsageError(f"{wrong} does not go with --relayout, which changes no byte; leave one of them out")
 
 
+def _room(report: JobReport) -> str:
+    """What the disk has and what is needed of it."""
+    from picaflor.convert.target import SPARE_BYTES
+
+    found = f"free there: {format_bytes(report.free_bytes)}"
+    if report.fits:
+        return found
+    needed = format_bytes(report.needed_bytes)
+    return f"too little room: {found}, {needed} needed, {format_bytes(SPARE_BYTES)} of that in reserve"
+
+
 def _print_relayout(report: RelayoutReport) -> None:
     """What was copied, and what became of the reads."""
     size = format_bytes(report.nbytes)
@@ -158,7 +164,7 @@ def _print_relayout(report: RelayoutReport) -> None:
     else:
         print(f"{size} in {report.tensors} tensors would be copied to {report.out}")
         print(f"{report.experts} experts, {before} each now, one then")
-        print(f"free there: {format_bytes(report.free_bytes)}; nothing was written")
+        print(f"{_room(report)}; nothing was written")
     if report.side_files:
         print(f"side files: {', '.join(report.side_files)}")
     if report.left_out:
@@ -187,4 +193,4 @@ def _print(report: ConvertReport) -> None:
     if report.skipped:
         print(f"left out, because the model does not use them: {len(report.skipped)} tensors, as {report.skipped[0]}")
     if not report.written:
-        print(f"free there: {format_bytes(report.free_bytes)}; nothing was written")
+        print(f"{_room(report)}; nothing was written")

@@ -25,10 +25,11 @@ from picaflor.container.shards import INDEX_NAME
 from picaflor.container.stamps import RULES_KEY, STAMP_KEY
 from picaflor.container.strict_json import show, show_path
 from picaflor.container.types import Expert, Matrix, Span, TensorInfo
-from picaflor.container.writer import DEFAULT_SHARD_BYTES, ContainerWriter, TensorSpec
+from picaflor.container.writer import ContainerWriter, TensorSpec
+from picaflor.convert.job import JobOptions, JobReport, Opened, Progress, opened, resume_state, staged
 from picaflor.convert.plan import draft_names, rules_for
 from picaflor.convert.policy import Choice
-from picaflor.convert.target import Target, copy_file, processors, source_state
+from picaflor.convert.target import Target, copy_file, processors
 from picaflor.errors import BadContainer
 from picaflor.formats.rules import FormatRules, merge_rules
 from picaflor.models.base import ExpertSpec, Model, PlaneSpec
@@ -38,54 +39,26 @@ from picaflor.models.loading import ModelIndex, TensorNames, open_model
 SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".md")
 SIDE_NAMES = ("LICENSE", "NOTICE")
 _HASH_BYTES = 16 << 20
-_STATE_VERSION = 1
 _PACKED = ("U8", "I8")
 _ALIASES = {"F8_E4M3FN": "F8_E4M3", "float8_e4m3fn": "F8_E4M3", "F8_E8M0FNU": "F8_E8M0"}
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True, kw_only=True)
-class RelayoutOptions:
-    """`split`: more directories that hold shards of the source. `group_size`: for a source that does not state it."""
+class RelayoutReport(JobReport):
+    """`reads_before`, `reads_after`: the reads of the expert that needs most of them."""
 
-    split: tuple[Path, ...] = ()
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    group_size: int | None = None
-    strict: bool = False
-    threads: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RelayoutReport:
-    """What was planned or written. `reads` are the reads of the expert that needs most of them, before and after."""
-
-    source: Path
-    out: Path
-    family: str
     tensors: int
-    nbytes: int
     experts: int
     reads_before: int
     reads_after: int | None
-    free_bytes: int
     side_files: tuple[str, ...]
     left_out: tuple[str, ...]
-    written: bool
-    warnings: tuple[str, ...]
 
     def record(self) -> dict[str, Any]:
         """As JSON data."""
-        names = ("family", "tensors", "experts", "reads_before", "reads_after", "free_bytes", "written")
-        return {
-            "source": str(self.source),
-            "out": str(self.out),
-            "bytes": self.nbytes,
-            **{name: getattr(self, name) for name in names},
-            "side_files": list(self.side_files),
-            "left_out": list(self.left_out),
-            "warnings": list(self.warnings),
-        }
+        own = {name: getattr(self, name) for name in ("tensors", "experts", "reads_before", "reads_after")}
+        own |= {"side_files": list(self.side_files), "left_out": list(self.left_out)}
+        return JobReport.record(self) | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +72,7 @@ class Piece:
 def relayout(
     source: Path,
     out: Path,
-    options: RelayoutOptions | None = None,
+    options: JobOptions | None = None,
     *,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -110,24 +83,17 @@ def relayout(
     `progress(stage, bytes done, bytes in all)`, stages "writing" and "verifying". Raises UsageError, BadContainer and
     its like, UnsupportedConfig, ReadFailed, WriteFailed. Whatever is raised, nothing has the name `out` then.
     """
-    options = options or RelayoutOptions()
+    options = options or JobOptions()
     target = Target(out, [source, *options.split])
-    warnings: list[str] = []
-
-    def note(text: str) -> None:
-        warnings.append(text)
-        warn(text)
-
-    with Container.open(source, extra_dirs=options.split) as container:
-        notices = Notices(strict=options.strict, warn=note)
-        model, index = open_model(container, group_size=options.group_size, notices=notices)
-        job = _Job(container, model, index, options)
-        side, left_out = _side_files(container.path)
-        free = target.free_bytes
+    with opened(source, options, warn) as found:
+        job = _Job(found, options)
+        side, left_out = _side_files(found.container.path)
+        all_bytes = job.nbytes + sum(path.stat().st_size for path in side)
+        free, needed = target.free_bytes, target.needed_bytes(all_bytes)
         reads_after = None
         if not dry_run:
-            target.check_room(job.nbytes + sum(path.stat().st_size for path in side))
-            with target.working(job.state()) as work:
+            target.check_room(all_bytes)
+            with target.working(resume_state("relayout", found.container, options)) as work:
                 job.write(work, progress)
                 for path in side:
                     copy_file(path, work)
@@ -135,44 +101,35 @@ def relayout(
         return RelayoutReport(
             source=source,
             out=out,
-            family=model.family,
-            tensors=len(job.pieces),
+            family=found.model.family,
             nbytes=job.nbytes,
-            experts=sum(map(len, index.experts.values())),
-            reads_before=_most_reads(index),
-            reads_after=reads_after,
+            needed_bytes=needed,
             free_bytes=free,
+            written=not dry_run,
+            warnings=tuple(found.notices.messages),
+            tensors=len(job.pieces),
+            experts=sum(map(len, found.index.experts.values())),
+            reads_before=_most_reads(found.index),
+            reads_after=reads_after,
             side_files=tuple(path.name for path in side),
             left_out=left_out,
-            written=not dry_run,
-            warnings=tuple(warnings),
         )
 
 
 class _Job:
     """One relayout after its source was opened: the pieces in their new order, and the copying of them."""
 
-    def __init__(self, container: Container, model: Model, index: ModelIndex, options: RelayoutOptions) -> None:
-        self._container, self._index, self._options = container, index, options
-        self._names = TensorNames(container.tensors)
-        self._tensors = _BySpan(container)
+    def __init__(self, found: Opened, options: JobOptions) -> None:
+        self._container, self._index, self._options = found.container, found.index, options
+        self._names = TensorNames(found.container.tensors)
+        self._tensors = _BySpan(found.container)
         self._groups: list[tuple[Piece, ...]] = []
         self._experts: dict[int, tuple[tuple[Piece, ...], ...]] = {}  # by place in _groups: down, gate, up
         self._choices: dict[str, Choice] = {}
         self._digests: dict[str, bytes] = {}
-        self._add_all(model)
+        self._add_all(found.model)
         self.pieces = [piece for group in self._groups for piece in group]
         self.nbytes = sum(piece.span.nbytes for piece in self.pieces)
-
-    def state(self) -> dict[str, Any]:
-        """What must be equal for a later run to go on."""
-        return {
-            "version": _STATE_VERSION,
-            "kind": "relayout",
-            "source": source_state(self._container.shards),
-            "shard_bytes": self._options.shard_bytes,
-            "group_size": self._options.group_size,
-        }
 
     def write(self, work: Path, progress: Progress | None) -> None:
         """Copy everything to shards in `work`, hashing what is read. Shards of an earlier run stay."""
@@ -189,7 +146,7 @@ class _Job:
                 writer.add_expert(down=down, gate=gate, up=up, produce=self._reader(group))
             else:
                 writer.add_group([piece.spec for piece in group], self._reader(group))
-        writer.write(resume=True, progress=None if progress is None else _named(progress, "writing"))
+        writer.write(resume=True, progress=staged(progress, "writing"))
 
     def verify(self, work: Path, progress: Progress | None) -> int:
         """Read the new container back: formats as before, every tensor's bytes those of the source.
@@ -391,7 +348,3 @@ def _side_files(path: Path) -> tuple[list[Path], tuple[str, ...]]:
         else:
             left_out.append(entry.name)
     return copied, tuple(left_out)
-
-
-def _named(progress: Progress, stage: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(stage, done, total)

@@ -27,8 +27,8 @@ except ImportError:  # a system without flock: two conversions into one director
 STATE = "convert-state.json"
 LOCK = "convert-lock"
 SHARDS = "model-*.safetensors"
-# Room that the file system needs besides the tensors: headers, padding, side files.
-_SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 << 20
+"""Room that the file system needs besides the tensors: headers, padding, side files."""
 
 
 class Target:
@@ -57,12 +57,22 @@ class Target:
         """Bytes free where the target goes."""
         return shutil.disk_usage(_existing_parent(self.out)).free
 
+    def needed_bytes(self, nbytes: int) -> int:
+        """Bytes of the disk that are still to be taken for `nbytes` of tensors, reserve included."""
+        return max(0, nbytes + SPARE_BYTES - self._earlier_bytes())
+
     def check_room(self, nbytes: int) -> None:
         """Raises WriteFailed, before anything is written, where what is still missing of `nbytes` has no room."""
-        earlier = sum(path.stat().st_size for path in self.work.glob(SHARDS))
-        needed, free = nbytes + _SPARE_BYTES - earlier, self.free_bytes
+        needed, earlier, free = self.needed_bytes(nbytes), self._earlier_bytes(), self.free_bytes
         if free < needed:
-            raise WriteFailed(f"{show_path(self.out)}: {needed} bytes needed, {free} bytes free on this disk")
+            there = f", {earlier} there from an earlier run" if earlier else ""
+            raise WriteFailed(
+                f"{show_path(self.out)}: {needed} bytes needed ({nbytes} of tensors, {SPARE_BYTES} in reserve for "
+                f"headers and side files{there}), {free} bytes free on this disk"
+            )
+
+    def _earlier_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.work.glob(SHARDS))
 
     @contextmanager
     def working(self, state: Mapping[str, Any]) -> Iterator[Path]:

@@ -49,8 +49,13 @@ def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, noti
         )
     if asked.read_threads is not None and ring:
         notices.tell(f"--read-threads {asked.read_threads} has no effect: io_uring reads, --queue-depth at once")
-    if asked.group_size is not None and not _grouped(index):
-        notices.tell(f"--group-size {asked.group_size} has no effect: no tensor is {GROUPED}")
+    tell_group_size(asked.group_size, index, notices)
+
+
+def tell_group_size(asked: int | None, index: ModelIndex, notices: Notices, *, flag: str = "--group-size") -> None:
+    """One line for a group size that was given and that no tensor has a use for."""
+    if asked is not None and not _grouped(index):
+        notices.tell(f"{flag} {asked} has no effect: no tensor is {GROUPED}")
 
 
 def tell_cut(container: Container, notices: Notices) -> None:
