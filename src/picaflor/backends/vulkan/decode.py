@@ -292,15 +292,17 @@ _PAIRS: Final[Mapping[str, str]] = {
 """Codes of eight inputs, from input 8 j of the row at `at`, as two words of four signed bytes."""
 
 
-def vector_pairs(reader: Reader, at: str, name: str) -> tuple[str, list[str]]:
-    """For wide rows: the load of vector `at`, and the words of codes in the order of their digits."""
-    load = f"let {name} = {reader.codes}[{at}];"
-    words = [f"{name}.{axis}" for axis in "xyzw"]
+def unbiased(reader: Reader) -> int:
+    """What the words of `vector_pairs` are too large by in each code."""
+    return 0 if reader.format == "int8-row" else int4_row.BIAS
+
+
+def vector_pairs(reader: Reader, vector: str) -> list[str]:
+    """For wide rows: the words of codes of a vector in the order of their digits, too large by `unbiased`."""
+    words = [f"{vector}.{axis}" for axis in "xyzw"]
     if reader.format == "int8-row":
-        return load, words
-    bias = _packed(int4_row.BIAS)
-    pairs = ((f"less({w} & 0x0f0f0f0fu, {bias})", f"less(({w} >> 4u) & 0x0f0f0f0fu, {bias})") for w in words)
-    return load, [word for pair in pairs for word in pair]
+        return words
+    return [half for w in words for half in (f"{w} & 0x0f0f0f0fu", f"({w} >> 4u) & 0x0f0f0f0fu")]
 
 
 def nibbles(prefix: str) -> str:

@@ -16,12 +16,15 @@ import wgpu
 from numpy.typing import NDArray
 from wgpu.backends.wgpu_native.extras import set_instance_extras
 
+from picaflor.backends.vulkan.tiling import Tiling
 from picaflor.backends.vulkan.wgsl import LANES, Kernel, grid
 from picaflor.errors import OutOfBudget, UnsupportedKernel
 from picaflor.sizes import format_bytes
 
 MOST_BINDING_BYTES: Final = (2 << 30) - 256
 """Most bytes of one binding, whatever the device says: byte addresses and sizes are 32 bits in places below wgpu."""
+PIECE_BYTES: Final = 256 << 20
+"""After so many bytes of copies to the device they are waited for: until then each lies in memory a second time."""
 SLACK_BYTES: Final = 64
 """Readable behind every buffer's contents."""
 _WANTED_FEATURES: Final = ("shader-f64",)
@@ -42,7 +45,7 @@ Buffer = Any
 @dataclass(slots=True, eq=False)
 class Gpu:
     """A device of wgpu. `software`: a rasteriser on the CPU. `fusion`: how products and sums are fused (wgsl.FUSIONS).
-    `most_bytes`: of one buffer.
+    `most_bytes`: of one buffer. `tiling`: how products are cut up, asked when a kernel is first made.
     """
 
     name: str
@@ -51,7 +54,9 @@ class Gpu:
     device: Any
     most_bytes: int
     fusion: str = "plain"
+    tiling: Tiling = field(default_factory=Tiling)
     _pipelines: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _waiting: int = 0
 
     def buffer(self, nbytes: int, what: str) -> Buffer:
         """Zeroed memory for so many bytes and a few more. Raises OutOfBudget where one binding cannot hold them."""
@@ -73,8 +78,14 @@ class Gpu:
         """Copy to a buffer; complete for all that is submitted from now on. `offset` is a multiple of 4."""
         raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         whole = raw.nbytes // 4 * 4
-        if whole:
-            self.device.queue.write_buffer(buffer, offset, raw[:whole])
+        for start in range(0, whole, PIECE_BYTES):
+            piece = raw[start : min(start + PIECE_BYTES, whole)]
+            self.device.queue.write_buffer(buffer, offset + start, piece)
+            self._waiting += piece.nbytes
+            if self._waiting >= PIECE_BYTES:
+                self.device.queue.submit([])
+                self.read(buffer, 0, 4)
+                self._waiting = 0
         if whole < raw.nbytes:
             tail = np.zeros(4, np.uint8)
             tail[: raw.nbytes - whole] = raw[whole:]

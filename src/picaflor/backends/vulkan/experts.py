@@ -15,18 +15,12 @@ import numpy as np
 from picaflor.backends.api import ExpertLayout, MatrixLayout, Rows
 from picaflor.backends.vulkan.decode import Reader, aligned, needs, shape_of, wide
 from picaflor.backends.vulkan.device import Buffer, Gpu, Launch, Stream
+from picaflor.backends.vulkan.factors import Factor, factor_for
 from picaflor.backends.vulkan.prepared import Prepared, Source
-from picaflor.backends.vulkan.products import (
-    COMBINE,
-    TILE_ROWS,
-    Factor,
-    inner_kernel,
-    outer_kernel,
-    teams_for,
-    tiles_kernel,
-)
+from picaflor.backends.vulkan.products import COMBINE, inner_kernel, outer_kernel, tiles_kernel
 from picaflor.backends.vulkan.program import Moment, memory_of, stride_of
 from picaflor.backends.vulkan.tier import ALIGN_BYTES, ExpertTier, HeldLayer, Key, Slot
+from picaflor.backends.vulkan.tiling import Tile, tile_for
 from picaflor.backends.vulkan.wgsl import LANES
 from picaflor.formats.numeric import ceil_div
 
@@ -50,13 +44,15 @@ class Work:
 
 @dataclass(slots=True)
 class Kind:
-    """Launches for experts with one layout: `inner` and `outer` by bank, and what each needs made before it."""
+    """Launches for experts with one layout: `inner` and `outer` by bank, and what each needs made before it.
+    `across`: workgroups of an inner and of an outer launch for one expert.
+    """
 
     before: list[Prepared]
     between: list[Prepared]
     inner: list[Launch]
     outer: list[Launch]
-    inner_rows: int
+    across: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -190,11 +186,11 @@ class ExpertCall:
                 prepared.make(stream, count)
                 made.add(id(prepared))
         for bank in banks:
-            stream.launch(kind.inner[bank], units * ceil_div(kind.inner_rows, TILE_ROWS))
+            stream.launch(kind.inner[bank], units * kind.across[0])
         for prepared in kind.between:
             prepared.make(stream, count)
         for bank in banks:
-            stream.launch(kind.outer[bank], units * ceil_div(self._hidden, TILE_ROWS))
+            stream.launch(kind.outer[bank], units * kind.across[1])
 
     # ---- launches ----
 
@@ -230,12 +226,13 @@ class ExpertCall:
         x = Source(memory_of(self._x), stride_of(self._x), self._x.start, self._work.frame, self._space)
         h = Source(self._h, inner, 0, self._work.frame, self._space, self._top_k)
         both = all(_wide(matrix) for matrix in (layout.gate, layout.up))
+        tiles = [self._tile(together, layout.gate, layout.up), self._tile(together, layout.down)]
         sides = [
-            self._side(matrix, prefix, source, rows, together, vectors, shared)
-            for matrix, prefix, source, rows, vectors in (
-                (layout.gate, "g_", x, self._work.max_rows, both),
-                (layout.up, "u_", x, self._work.max_rows, both),
-                (layout.down, "d_", h, self._work.max_rows * self._top_k, _wide(layout.down)),
+            self._side(matrix, prefix, source, rows, tile, together, vectors, shared)
+            for matrix, prefix, source, rows, tile, vectors in (
+                (layout.gate, "g_", x, self._work.max_rows, tiles[0], both),
+                (layout.up, "u_", x, self._work.max_rows, tiles[0], both),
+                (layout.down, "d_", h, self._work.max_rows * self._top_k, tiles[1], _wide(layout.down)),
             )
         ]
         gate, up, down = sides
@@ -265,10 +262,15 @@ class ExpertCall:
                 )
         before = list(dict.fromkeys(part.prepared for part in (gate, up) if part.prepared is not None))
         between = [down.prepared] if down.prepared is not None else []
-        return Kind(before, between, launches[0], launches[1], inner)
+        across = ceil_div(inner, tiles[0].rows), ceil_div(self._hidden, tiles[1].rows)
+        return Kind(before, between, launches[0], launches[1], across)
 
-    def _side(self, matrix: MatrixLayout, prefix: str, source: Source, rows: int, together: int, vectors: bool,
-              shared: dict[Any, Prepared]) -> _Side:  # fmt: skip
+    def _tile(self, together: int, *matrices: MatrixLayout) -> Tile:
+        floats = any(needs(one.format, one.group_size, self._work.precision) is None for one in matrices)
+        return tile_for(self._work.gpu.tiling, together, floats=floats)
+
+    def _side(self, matrix: MatrixLayout, prefix: str, source: Source, rows: int, tile: Tile, together: int,
+              vectors: bool, shared: dict[Any, Prepared]) -> _Side:  # fmt: skip
         shape = shape_of(matrix.format, matrix.cols, matrix.group_size)
         wanted = needs(matrix.format, matrix.group_size, self._work.precision)
         codes, scales = matrix.offsets[0], matrix.offsets[-1]
@@ -282,7 +284,7 @@ class ExpertCall:
             scales % 4 == 0,
         )
         planes = 0 if wanted is None else wanted.planes
-        factor = Factor(reader, planes, teams_for(shape.groups, together) if planes else 1)
+        factor = factor_for(self._work.gpu.tiling, tile, reader, planes, shape.groups, shape.group, together)
         prepared = None
         if wanted is not None:
             key = (wanted, matrix.cols, id(source.memory))

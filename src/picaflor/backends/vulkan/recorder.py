@@ -21,8 +21,9 @@ from picaflor.backends.vulkan.attending import Room, attend_latents, attend_quer
 from picaflor.backends.vulkan.decode import Needs, needs
 from picaflor.backends.vulkan.device import Buffer, Gpu, Launch
 from picaflor.backends.vulkan.experts import ExpertCall, Work
+from picaflor.backends.vulkan.factors import Factor, factor_for
 from picaflor.backends.vulkan.prepared import Prepared, Source
-from picaflor.backends.vulkan.products import MOST_TOGETHER, TILE_ROWS, Factor, matmul_kernel, teams_for
+from picaflor.backends.vulkan.products import MOST_TOGETHER, matmul_kernel
 from picaflor.backends.vulkan.program import (
     FrameBuffer,
     Moment,
@@ -35,6 +36,7 @@ from picaflor.backends.vulkan.program import (
     view,
 )
 from picaflor.backends.vulkan.tier import ExpertTier
+from picaflor.backends.vulkan.tiling import tile_for
 from picaflor.backends.vulkan.weights import HeldMatrix, Part
 from picaflor.backends.vulkan.wgsl import LANES, Kernel
 from picaflor.errors import UnsupportedKernel
@@ -258,26 +260,31 @@ class VulkanRecorder(DeviceRecorder):
         wanted = needs(weight.format, weight.group_size, self._precision)
         prepared, fresh = (None, False) if wanted is None else self._prepared_rows(x, wanted)
         space = self._at.space
-        ways: dict[int, list[Launch]] = {}
+        ways: dict[int, tuple[list[Launch], int]] = {}
 
         def run(moment: Moment) -> None:
             together = next((n for n in (1, 2, 4) if moment.count <= n), MOST_TOGETHER)
             if together not in ways:
-                ways[together] = self._products(x, held, out, prepared, together, space)
+                factor = self._factor(held, prepared, together)
+                ways[together] = self._products(x, held, out, prepared, factor, together, space), factor.tile.rows
             if fresh and prepared is not None:
                 prepared.make(moment.stream, moment.count)
+            launches, tile_rows = ways[together]
             columns = ceil_div(moment.count, together)
-            for launch, part in zip(ways[together], held.parts, strict=True):
-                moment.stream.launch(launch, columns * ceil_div(part.rows, TILE_ROWS))
+            for launch, part in zip(launches, held.parts, strict=True):
+                moment.stream.launch(launch, columns * ceil_div(part.rows, tile_rows))
 
         return run
 
-    def _products(self, x: Rows, held: HeldMatrix, out: Rows, prepared: Prepared | None, together: int, space: int
-                  ) -> list[Launch]:  # fmt: skip
-        """One launch for each part of a matrix."""
+    def _factor(self, held: HeldMatrix, prepared: Prepared | None, together: int) -> Factor:
+        tiling, shape = self._gpu.tiling, held.shape
+        tile = tile_for(tiling, together, floats=prepared is None)
         planes = 0 if prepared is None else prepared.needs.planes
-        reader = held.reader(vectors=True)
-        factor = Factor(reader, planes, teams_for(held.shape.groups, together) if planes else 1)
+        return factor_for(tiling, tile, held.reader(vectors=True), planes, shape.groups, shape.group, together)
+
+    def _products(self, x: Rows, held: HeldMatrix, out: Rows, prepared: Prepared | None, factor: Factor, together: int,
+                  space: int) -> list[Launch]:  # fmt: skip
+        """One launch for each part of a matrix."""
         kernel = matmul_kernel(factor, together)
         given = (memory_of(x),) if prepared is None else (prepared.digits, prepared.steps)
         lattice = (self._lattice(),) if held.format == "e8-iq3-lattice" else ()

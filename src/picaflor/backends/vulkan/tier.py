@@ -173,8 +173,8 @@ class ExpertTier:
     def send(self, held: HeldLayer, number: int, address: int, slot: Slot) -> None:
         """Copy an expert to a slot; complete for all that is submitted from now on."""
         nbytes = -(-held.layouts[number].nbytes // 4) * 4
-        raw = (ctypes.c_uint8 * nbytes).from_address(address)
-        self._gpu.device.queue.write_buffer(self.banks[slot.bank], slot.offset, raw)
+        raw = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        self._gpu.write(self.banks[slot.bank], slot.offset, raw)
         self.counters.sent += 1
         self.counters.sent_bytes += held.layouts[number].nbytes
         slot.key = (held.layer, number)

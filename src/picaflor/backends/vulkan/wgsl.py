@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 LANES: Final = 64
-"""Invocations of a workgroup, of every kernel."""
+"""Invocations of a workgroup, where a kernel says nothing else."""
 WIDE_GRID: Final = 32768
 """Workgroups side by side in the first dimension of a grid; more lie in the second one."""
 
@@ -78,12 +78,13 @@ fn rank(x: f32) -> u32 {
 class Kernel:
     """One shader. `bindings`: (name, element type, access `read` or `read_write`). `fields`: of the uniform `p`, u32
     but for names that end in `:f32`. `body`: declarations and `fn run(wid: u32, lid: u32)`, `wid` being the number of
-    the workgroup and `lid` that of the invocation in it."""
+    the workgroup and `lid` that of the invocation in it, of `lanes`."""
 
     name: str
     bindings: tuple[tuple[str, str, str], ...]
     fields: tuple[str, ...]
     body: str
+    lanes: int = LANES
 
     def source(self, fusion: str) -> str:
         """The shader's text for a way of `fm`."""
@@ -96,7 +97,7 @@ class Kernel:
         parts.append(f"@group(0) @binding({len(self.bindings)}) var<uniform> p: P;\n")
         parts.append(self.body)
         parts.append(
-            f"@compute @workgroup_size({LANES})\n"
+            f"@compute @workgroup_size({self.lanes})\n"
             "fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index) lid: u32) {\n"
             f"  run(group.x + group.y * {WIDE_GRID}u, lid);\n}}\n"
         )
