@@ -15,6 +15,7 @@ from gpu_support import IDS, cpu_logits, logits, opened, same_bits
 from picaflor.errors import OutOfBudget, UnsupportedKernel
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
+from picaflor.telemetry.verdict import verdict
 
 GLM = "tiny_glm_int4g64"
 
@@ -54,6 +55,22 @@ def test_experts_that_are_sent_for(slots: int, expected: Any) -> None:
         assert counters.sent > 4
         assert counters.sent_bytes == counters.sent * 7168
         assert not backend.tier.all_here
+
+
+def test_the_report_names_the_rates_of_the_places_that_gave_weights() -> None:
+    """Some experts on the device, the rest in memory."""
+    with opened(GLM, backend="cuda", expert_slots=2) as engine:
+        backend: Any = engine.plan.backend
+        backend.tier.most_slots = 5
+        engine.decode_replay(IDS[:2].tolist(), IDS[2:4].tolist())
+        engine.measure_memory_limit()
+        record = engine.record()
+    assert record.memory.device_experts == len(backend.tier._kept) == 4
+    assert record.decode.sent_bytes == record.decode.sent * 7168 > 0
+    assert record.decode.hits_device + record.decode.sent == record.decode.wanted == 8
+    text = verdict(record).text
+    for name in ("device memory", "RAM to device"):
+        assert re.search(rf"{name} [0-9.]+ GB/s for [0-9.]+ MB", text), text
 
 
 def test_a_layer_that_happens_to_be_here_as_a_whole(expected: Any) -> None:

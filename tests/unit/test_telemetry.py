@@ -153,6 +153,45 @@ def test_what_was_not_measured_is_null_and_what_was_zero_is_zero() -> None:
     assert replace(DECODE, hits_pinned=0, hits_lru=0).to_json(moe_layers=1)["hit_rate"] == 0.0
 
 
+def test_verdict_of_a_device_names_the_rates_of_all_three_places() -> None:
+    """300 MB per token at 3 TB/s, 40 MB at 20 GB/s, 10 MB at 2 GB/s: the disk gives the ceiling, then the link."""
+    decode = Phase(
+        tokens=10,
+        wall_s=0.1,
+        hits_device=60,
+        loads=20,
+        sent=20,
+        sent_bytes=400_000_000,
+        read_bytes=100_000_000,
+        read_busy_s=0.05,
+        weight_bytes=3_000_000_000,
+    )
+    record = replace(
+        RECORD,
+        backend="cuda",
+        decode=decode,
+        memory_limit_bytes_per_s=3e12,
+        link_bytes_per_s=2e10,
+        memory=replace(RECORD.memory, device_experts=7),
+    )
+    judged = verdict(record)
+    assert judged.kind == "disk-bound"
+    assert judged.text == (
+        "disk-bound: per token of decode device memory 3000.00 GB/s for 300.0 MB, RAM to device 20.00 GB/s for 40.0 MB,"
+        " disk 2.00 GB/s for 10.0 MB -> ceiling 200.0 tok/s by disk, got 100.0"
+    )
+    table = dict(rows(record))
+    assert "in the device's memory 75.0" in table["experts, decode"]
+    assert table["sent, decode"] == "20 experts to the device, 400.0 MB"
+    assert "7 experts in the device's memory" in table["memory"]
+    warm = verdict(replace(record, decode=replace(decode, read_bytes=0)))
+    assert warm.kind == "link-bound"
+    assert "-> ceiling 500.0 tok/s by RAM to device" in warm.text
+    fast = verdict(replace(record, decode=replace(decode, read_bytes=0), link_bytes_per_s=4e12))
+    assert fast.kind == "memory-bound"
+    assert verdict(replace(record, link_bytes_per_s=None)).kind == "balanced"
+
+
 def test_disk_verdict_has_the_ceiling() -> None:
     judged = verdict(RECORD)
     assert judged.kind == "disk-bound"

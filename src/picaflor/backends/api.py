@@ -337,6 +337,25 @@ class Recorder(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTraffic:
+    """What a device with memory of its own was asked for so far: experts wanted that were there, experts and bytes that
+    were sent to it, and how many experts its memory holds now."""
+
+    hits: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Bytes per second that a device's memory gives to reads, and that host memory sends to it."""
+
+    memory: float
+    link: float
+
+
 class Backend(Protocol):
     """A device that runs programs."""
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32
+from picaflor.backends.api import I32, DeviceRates, ExpertTraffic
 from picaflor.errors import ContextExceeded, UsageError
 from picaflor.formats.base import F32
 from picaflor.models.blocks.moe import MoE
@@ -51,6 +51,7 @@ class _Counts:
     store: LayerCounters = field(default_factory=LayerCounters)
     busy_s: float = 0.0
     storage_bytes: int | None = None
+    device: ExpertTraffic = field(default_factory=ExpertTraffic)
 
 
 class Engine:
@@ -85,6 +86,7 @@ class Engine:
         self._first_token_s = 0.0
         self._seconds: dict[str, float] = {}
         self._memory_limit: float | None = None
+        self._link_rate: float | None = None
         self._probes: list[ExpertProbe] = []
 
     @classmethod
@@ -375,7 +377,12 @@ class Engine:
         counts.seconds = dict(self._seconds)
         counts.busy_s = store.busy_s() if store is not None else 0.0
         counts.storage_bytes = physical_read_bytes()
+        counts.device = self._traffic()
         return counts
+
+    def _traffic(self) -> ExpertTraffic:
+        told: Callable[[], ExpertTraffic] | None = getattr(self.plan.backend, "traffic", None)
+        return ExpertTraffic() if told is None else told()
 
     def _phase(
         self, start: _Counts, end: _Counts, tokens: int, wall_s: float, steps: tuple[float, ...], sampling_s: float
@@ -400,6 +407,9 @@ class Engine:
             prefetch_late=end.store.late - start.store.late,
             prefetch_wasted=end.store.wasted - start.store.wasted,
             wasted_bytes=end.store.wasted_bytes - start.store.wasted_bytes,
+            hits_device=end.device.hits - start.device.hits,
+            sent=end.device.sent - start.device.sent,
+            sent_bytes=end.device.sent_bytes - start.device.sent_bytes,
             joined=end.store.joined - start.store.joined,
             loads=end.store.loaded - start.store.loaded,
             read_bytes=end.store.read_bytes - start.store.read_bytes,
@@ -450,6 +460,7 @@ class Engine:
                 all_experts=sum(block.router.experts for block in moe),
                 all_expert_bytes=sum(e.nbytes for block in moe for e in plan.index.experts[block.layer]),
                 expert_slots=max(plan.ledger.slots.values(), default=0),
+                device_experts=self._traffic().held,
             ),
             moe_layers=len(moe),
             experts_per_token=max((block.router.top_k for block in moe), default=0),
@@ -457,6 +468,7 @@ class Engine:
             prefetch=store.prefetch_in_words if isinstance(store, ExpertStore) else "",
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
+            link_bytes_per_s=self._link_rate,
             kernels=dict(plan.backend.table.engaged),
             fallbacks={**plan.backend.table.fallbacks, **spared},
             lossy=plan.lossy.summary(),
@@ -468,9 +480,14 @@ class Engine:
         return store is not None and store.slots[block.layer] == block.router.experts
 
     def measure_memory_limit(self) -> None:
-        """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory."""
+        """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory. A device is asked
+        for the rates of its own memory and of the way there; one that does not tell leaves both unmeasured."""
         if self.plan.backend.on_device:
-            return  # the weights that count are not in this memory
+            measure: Callable[[], DeviceRates] | None = getattr(self.plan.backend, "measure_rates", None)
+            if measure is not None:
+                rates = measure()
+                self._memory_limit, self._link_rate = rates.memory, rates.link
+            return
         probe = MemoryProbe(self.weight_memory(), isa=self.isa, threads=self.threads)
         self._memory_limit = probe() if probe.nbytes else None
 

@@ -36,9 +36,10 @@ class Phase:
 
     `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
     pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
-    it. `joined` counts experts whose read was under way already when they were wanted, `prefetch_late` those of them
-    that were read ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is
-    what the system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
+    it. `hits_device` were in the memory of a device that computes, `sent` counts those that had to go there. `joined`
+    counts experts whose read was under way already when they were wanted, `prefetch_late` those of them that were read
+    ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is what the system
+    fetched from storage meanwhile, for whatever purpose; None where it does not tell.
     """
 
     tokens: int = 0
@@ -51,6 +52,9 @@ class Phase:
     prefetch_late: int = 0
     prefetch_wasted: int = 0
     wasted_bytes: int = 0
+    hits_device: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
     joined: int = 0
     loads: int = 0
     read_bytes: int = 0
@@ -76,7 +80,7 @@ class Phase:
     @property
     def hits(self) -> int:
         """Experts that were there when they were asked for."""
-        return self.hits_pinned + self.hits_lru + self.hits_prefetched
+        return self.hits_pinned + self.hits_lru + self.hits_prefetched + self.hits_device
 
     @property
     def hit_rate(self) -> float:
@@ -131,6 +135,9 @@ class Phase:
             "hits_pinned": self.hits_pinned,
             "hits_lru": self.hits_lru,
             "hits_prefetched": self.hits_prefetched,
+            "hits_device": self.hits_device,
+            "sent": self.sent,
+            "sent_bytes": self.sent_bytes,
             "prefetch_late": self.prefetch_late,
             "prefetch_wasted": self.prefetch_wasted,
             "wasted_bytes": self.wasted_bytes,
@@ -173,6 +180,7 @@ class Memory:
     all_experts: int = 0
     all_expert_bytes: int = 0
     expert_slots: int = 0
+    device_experts: int = 0
 
     def to_json(self) -> dict[str, int | str | None]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -206,6 +214,7 @@ class Record:
     prefetch: str = ""
     physical_read_bytes: int | None = None
     memory_limit_bytes_per_s: float | None = None
+    link_bytes_per_s: float | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     lossy: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ def rows(record: Record) -> list[tuple[str, str]]:
             table.append((f"experts, {name}", _experts(phase, record)))
         if phase.read_bytes:
             table.append((f"reads, {name}", _reads(phase)))
+        if phase.sent:
+            table.append((f"sent, {name}", f"{phase.sent} experts to the device, {_decimal(phase.sent_bytes)}"))
     if record.prefetch:
         table.append(("read ahead", _ahead(record)))
     if record.physical_read_bytes is not None:
@@ -110,6 +112,7 @@ def _experts(phase: Phase, record: Record) -> str:
     text = (
         f"hit rate {phase.hit_rate:.1%} = pinned {phase.hits_pinned * part:.1f} + LRU {phase.hits_lru * part:.1f}"
         + f" + read ahead {phase.hits_prefetched * part:.1f}" * bool(phase.hits_prefetched)
+        + f" + in the device's memory {phase.hits_device * part:.1f}" * bool(phase.hits_device)
         + f", loaded {phase.loads}"
     )
     if phase.joined:
@@ -160,6 +163,8 @@ def _memory(record: Record) -> str:
     text = ", ".join(f"{label} {format_bytes(size)}" for label, size in sizes if size is not None) or "not told"
     if memory.budget_bytes is not None and memory.budget_source:
         text += f" ({memory.budget_source})"
+    if memory.device_experts:
+        text += f"; {memory.device_experts} experts in the device's memory"
     if memory.resident_experts:
         text += f"; {memory.resident_experts} experts in memory, {format_bytes(memory.resident_expert_bytes)}"
         text += f", {memory.pinned_experts} of them pinned" * bool(memory.pinned_experts)

@@ -21,7 +21,9 @@ WORTH_IT = 1.25
 MEMORY_PART = 0.60
 """From this part of the memory's measured rate on, multiplying waits for memory rather than for arithmetic."""
 
-Kind = Literal["disk-bound", "memory-bound", "compute-bound", "attention-bound", "balanced", "nothing measured"]
+Kind = Literal[
+    "disk-bound", "link-bound", "memory-bound", "compute-bound", "attention-bound", "balanced", "nothing measured"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ def verdict(record: Record) -> Verdict:
     phase, name = (record.decode, "decode") if record.decode.tokens else (record.prefill, "prefill")
     if not phase.tokens or not phase.wall_s:
         return Verdict("nothing measured", "nothing measured: no token was computed")
+    tiers = _tiers(record, phase)
+    if len(tiers) > 1:
+        return _slowest(phase, name, tiers)
     shares = phase.shares()
     weights = sum(shares[part] for part in WEIGHT_CLASSES)
     if shares["read_wait"] >= WAIT_SHARE:
@@ -52,6 +57,46 @@ def verdict(record: Record) -> Verdict:
     return Verdict(
         "balanced", f"balanced: the largest part of {name} is {largest.replace('_', ' ')}, {shares[largest]:.0%}"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """One place that weights come from: bytes per token and bytes per second."""
+
+    kind: Kind
+    name: str
+    per_token: float
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        """Of one token."""
+        return self.per_token / self.rate
+
+
+def _tiers(record: Record, phase: Phase) -> list[_Tier]:
+    """Where the weights of a device come from, for a phase in which experts were sent to it; else none."""
+    if not phase.sent_bytes or not record.memory_limit_bytes_per_s or not record.link_bytes_per_s:
+        return []
+    tokens = phase.tokens
+    tiers = [
+        _Tier("memory-bound", "device memory", phase.weight_bytes / tokens, record.memory_limit_bytes_per_s),
+        _Tier("link-bound", "RAM to device", phase.sent_bytes / tokens, record.link_bytes_per_s),
+    ]
+    if phase.read_bytes and phase.read_bytes_per_s:
+        tiers.append(_Tier("disk-bound", "disk", phase.needed_read_bytes_per_token, phase.read_bytes_per_s))
+    return tiers
+
+
+def _slowest(phase: Phase, name: str, tiers: list[_Tier]) -> Verdict:
+    """The ceiling is the slowest tier's: what the others do can hide behind it."""
+    slowest = max(tiers, key=lambda tier: tier.seconds)
+    parts = ", ".join(f"{t.name} {t.rate / 1e9:.2f} GB/s for {t.per_token / 1e6:.1f} MB" for t in tiers)
+    text = (
+        f"{slowest.kind}: per token of {name} {parts} -> ceiling {1 / slowest.seconds:.1f} tok/s by {slowest.name},"
+        f" got {phase.tokens_per_s:.1f}"
+    )
+    return Verdict(slowest.kind, text)
 
 
 def _disk(record: Record, phase: Phase, name: str, wait: float) -> str:

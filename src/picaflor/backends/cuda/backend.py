@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 import picaflor._native as _native
-from picaflor.backends.api import ExpertProvider, Precision, Vector, Weight
+from picaflor.backends.api import DeviceRates, ExpertProvider, ExpertTraffic, Precision, Vector, Weight
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.threads import default_threads
-from picaflor.backends.cuda import capabilities, interpret
+from picaflor.backends.cuda import capabilities, interpret, rates
 from picaflor.backends.cuda.capabilities import HOST, Name
 from picaflor.backends.cuda.program import DeviceFailed
 from picaflor.backends.cuda.recorder import CudaRecorder
@@ -177,6 +177,15 @@ class CudaBackend:
         """Bytes of the device that matrices, buffers and pages take; experts are not counted."""
         buffers = sum(recorder.workspace_bytes() + recorder.plane_bytes() for recorder in self._recorders)
         return self._matrices.nbytes + buffers
+
+    def traffic(self) -> ExpertTraffic:
+        """What was asked of the experts on the device so far."""
+        counters = self.tier.counters
+        return ExpertTraffic(counters.hits, counters.sent, counters.sent_bytes, self.tier.held)
+
+    def measure_rates(self) -> DeviceRates:
+        """Bytes per second of the device's memory and of the way there, measured now."""
+        return rates.measure(self.device)
 
     def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
         """Whether all experts fit on the device beside matrices of so many bytes, with a reserve for their slots."""

@@ -17,7 +17,15 @@ from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
-from picaflor.backends.cuda.tiles import ROWS_ONE_BY_ONE, Tile, reads_words, shared_limit, tile_of, tile_of_many
+from picaflor.backends.cuda.tiles import (
+    ROWS_ONE_BY_ONE,
+    ManyTile,
+    Tile,
+    reads_words,
+    shared_limit,
+    tile_of,
+    tile_of_many,
+)
 
 
 @triton.jit
@@ -76,7 +84,7 @@ def matmul(x: Tensor, weight: DeviceWeight, out: Tensor, precision: str, *, prep
     if count == 1 or goes_row_by_row(weight, count):
         launch_few(rows, weight, out, count)
     else:
-        _launch_many(rows, weight, out, count)
+        launch_many(rows, weight, out, count)
 
 
 def _launch_floats(x: Tensor, weight: DeviceWeight, out: Tensor, count: int) -> None:
@@ -121,11 +129,12 @@ def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
     return words and count * weight.rows <= ROWS_ONE_BY_ONE
 
 
-def _launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int) -> None:
+def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: ManyTile | None = None) -> None:
+    """All of `count` prepared rows in tiles; `tile`: another one than the shape's own."""
     first, constants = _common(rows, weight)
     even = weight.cols % rows.needs.group == 0
-    tile = tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
+    tile = tile or tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
     _many_integers[(triton.cdiv(weight.rows, tile.rows), triton.cdiv(count, tile.columns))](
         *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=tile.rows, BS=tile.columns,
-        UNROLL=tile.unroll, num_warps=4, num_stages=tile.stages, **constants, **EXACT,
+        UNROLL=tile.unroll, num_warps=tile.warps, num_stages=tile.stages, **constants, **EXACT,
     )  # fmt: skip

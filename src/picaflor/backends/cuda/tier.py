@@ -130,6 +130,11 @@ class ExpertTier:
         """Slots that were taken, 0 before the first call."""
         return 0 if self._memory is None else int(self._memory.shape[0])
 
+    @property
+    def held(self) -> int:
+        """Experts that are on the device now."""
+        return len(self._kept)
+
     def prepare(self, provider: ExpertProvider | None) -> None:
         """Take memory, and copy all experts where all fit. Called before each run; does nothing the second time."""
         if provider is None or not self._layers:

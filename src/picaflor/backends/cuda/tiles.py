@@ -83,12 +83,13 @@ def tile_of_stack(format_name: str, cols: int, group_size: int, *, aligned: bool
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way."""
+    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way, warps."""
 
     rows: int
     columns: int
     unroll: int
     stages: int
+    warps: int = 4
 
     def shared_bytes(self, padded: int, planes: int) -> int:
         """Shared memory that the copies under way take: bytes of codes (one each at most) and digits."""
