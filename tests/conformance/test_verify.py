@@ -16,7 +16,10 @@ from picaflor.cli import main
 from picaflor.conformance import containers, oracle, suite, verify
 from picaflor.conformance.case import Case, Device, Matrix
 from picaflor.conformance.check import METRIC_BOUND, Expected, compare, differing
+from picaflor.conformance.mutants_ops import operation_mutants
+from picaflor.conformance.mutants_stored import stored_mutants
 from picaflor.conformance.oracle_formats import read, rotate, unrotate
+from picaflor.conformance.products import EVERY_SCALE, LARGE_SCALES, SMALL_SCALES, extremes, scaled_matrix
 from picaflor.conformance.proxy import Fault, FaultyDevice
 from picaflor.conformance.stored import scales, with_scales
 from picaflor.conformance.verify import Variant, What
@@ -73,6 +76,62 @@ def test_one_percent_of_scale_is_named_in_every_operation(op: str) -> None:
     assert report.failures[0].case.startswith(f"{op} int3-g64: ")
     assert "right is" in report.failures[0].fault
     assert report.failures[0].where == "standard, scalar x1"
+
+
+def kind_of(kind: str, format_name: str) -> Fault:
+    """A planted fault by its name; one of operations does not depend on the format."""
+    faults = {mutant.kind: mutant.fault for mutant in operation_mutants()}
+    stored = {mutant.kind: Fault(matrix=mutant.change) for mutant in stored_mutants(formats.REGISTRY[format_name])}
+    return {**faults, **stored}[kind]
+
+
+BEYOND = [
+    ("matmul", "rows behind the 128th forgotten", " S 150"),
+    ("matmul", "scales of the first 128 rows for those behind", " S 150"),
+    ("matmul", "outputs behind the 1024th forgotten", " O 1100 "),
+    ("matmul", "outputs behind the 1024th from the start", " O 1100 "),
+    ("expert_ffn", "rows of an expert behind the 128th forgotten", " S 150, one expert in all rows"),
+]
+
+
+@pytest.mark.parametrize("name", list(formats.REGISTRY))
+@pytest.mark.parametrize(("op", "kind", "shape"), BEYOND, ids=[kind for _, kind, _ in BEYOND])
+def test_faults_behind_a_block_are_seen_in_every_format(op: str, kind: str, shape: str, name: str) -> None:
+    """And by the cases for it alone: the others are smaller."""
+    what = What(isa="scalar", ops=(op,), formats=(name,), precisions=("exact",), wrap=planted(kind_of(kind, name)))
+    failures = verify.verify(what).failures
+    assert failures
+    assert {failure.case for failure in failures if shape not in failure.case} == set()
+
+
+@pytest.mark.parametrize("op", ["matmul", "rows"])
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [("smallest scales read as zero", ", smallest scales"), ("scale NaN read as 2^127", ", every scale code")],
+)
+def test_the_ends_of_scale_codes_are_seen(op: str, kind: str, case: str) -> None:
+    fault = planted(kind_of(kind, "mxfp4"))
+    report = verify.verify(What(isa="scalar", ops=(op,), formats=("mxfp4",), precisions=("standard",), wrap=fault))
+    assert any(failure.case.endswith(case) for failure in report.failures)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in formats.REGISTRY.items() if extremes(spec)])
+def test_scales_of_unusual_size_are_what_the_case_says(name: str) -> None:
+    spec = formats.REGISTRY[name]
+    size = spec.group_sizes[0] if spec.group_sizes else 0
+    small = scales(scaled_matrix(np.random.default_rng(5), spec, 300, 600, size, SMALL_SCALES))
+    large = scales(scaled_matrix(np.random.default_rng(5), spec, 300, 600, size, LARGE_SCALES))
+    plain = scales(Matrix(name, 300, 600, size, spec.sample(np.random.default_rng(5), 300, 600, size)))
+    assert np.abs(small).max() < np.abs(plain).min()
+    assert np.abs(large).max() > np.abs(plain).max()
+    if name == "mxfp4":
+        assert set(small.reshape(-1)) == {2.0**-127, 2.0**-126, 2.0**-125, 2.0**-124}
+        codes = scaled_matrix(np.random.default_rng(5), spec, 300, 600, size, EVERY_SCALE).planes[1]
+        assert 255 in codes
+        assert len(set(codes.reshape(-1).tolist())) > 100
+    else:
+        assert (small < 0).any()
+        assert (small == 0).any()
 
 
 def test_a_fault_makes_exit_code_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,9 +226,12 @@ def test_another_scale_in_the_file_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_cell_has_at_least_its_recorded_number_of_cases() -> None:
-    found = suite.count(suite.pick(suite.all_cases()))
-    assert {key: found.get(key, 0) for key in verify.MINIMUM} == dict(verify.MINIMUM)
-    assert set(found) == set(verify.MINIMUM)
+    for full in (False, True):
+        found = suite.count(suite.pick(suite.all_cases(), full=full))
+        assert {key: found.get(key, 0) for key in verify.MINIMUM} == {
+            key: least[full] for key, least in verify.MINIMUM.items()
+        }
+        assert set(found) == set(verify.MINIMUM)
 
 
 @pytest.mark.parametrize(

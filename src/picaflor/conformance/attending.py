@@ -38,6 +38,8 @@ NEAR_TIE = 1e-5
 STEPS = (((0, 0, 37), (1, 0, 12)), ((0, 37, 1), (1, 12, 4)))
 # More than one block of 256 positions, in chunks, then a single row and a few.
 LONG_STEPS = (*(((0, first, 60),) for first in range(0, 300, 60)), ((1, 0, 20),), ((0, 300, 1), (1, 20, 3)))
+# More rows at once than a kernel meets at a time.
+WIDE_STEPS = (((0, 0, 150), (1, 0, 5)), ((0, 150, 1), (1, 5, 3)))
 Steps = Sequence[Sequence[tuple[int, int, int]]]
 
 
@@ -85,7 +87,7 @@ class History:
         extra: Mapping[str, Array] | None = None,
     ) -> list[Array]:
         """Run all steps of one program; the outputs of every step. `extra`: inputs of the last step."""
-        recorder = start(device)
+        recorder = start(device, max(sum(count for _, _, count in step) for step in self.steps))
         widths = {name: rows[0].shape[1] for name, rows in {**self.cached, **self.queries}.items()}
         buffers = {name: recorder.rows(width) for name, width in widths.items()}
         for name, values in (extra or {}).items():
@@ -121,6 +123,9 @@ def latent_cases(spec: Format) -> Iterator[Case]:
         for rank in (200, 201) if size in (0, 16, 64) else (200,):
             name = f"kv_b gs {size} rank {rank}" if size else f"kv_b rank {rank}"
             yield _latent("row_axpy", spec.name, name, size, rank, selected=False)
+        if size in (0, 64):
+            name = f"kv_b gs {size} rank 200, 150 rows" if size else "kv_b rank 200, 150 rows"
+            yield _latent("row_axpy", spec.name, name, size, 200, selected=False, steps=WIDE_STEPS, full_only=True)
 
 
 def record_latent(recorder: Recorder, kv_b: Weight) -> None:
@@ -135,13 +140,23 @@ def attention_cases() -> Iterator[Case]:
     yield _latent("attention", NO_FORMAT, "MLA", 0, 40, selected=False)
     yield _latent("attention", NO_FORMAT, "MLA, selected", 0, 40, selected=True)
     yield _latent("attention", NO_FORMAT, "MLA, 300 positions", 0, 40, selected=False, steps=LONG_STEPS)
+    yield _latent("attention", NO_FORMAT, "MLA, 150 rows", 0, 40, selected=False, steps=WIDE_STEPS)
+    yield _grouped("GQA, 150 rows", 4, 2, 24, WIDE_STEPS)
     yield _grouped("GQA 4 heads of 24 on 2", 4, 2, 24, STEPS)
     yield _grouped("GQA 6 heads of 17 on 3", 6, 3, 17, STEPS)
     yield _grouped("GQA, 300 positions", 4, 2, 24, LONG_STEPS)
 
 
 def _latent(
-    op: str, format_name: str, name: str, size: int, rank: int, *, selected: bool, steps: Steps = STEPS
+    op: str,
+    format_name: str,
+    name: str,
+    size: int,
+    rank: int,
+    *,
+    selected: bool,
+    steps: Steps = STEPS,
+    full_only: bool = False,
 ) -> Case:
     label = f"{op} {format_name} {name}"
     top_k = 8
@@ -179,7 +194,7 @@ def _latent(
 
         return run, lambda precision: history.each(right.row)
 
-    return Case(op, format_name, name, prepare)
+    return Case(op, format_name, name, prepare, full_only)
 
 
 class _LatentOracle:

@@ -50,9 +50,9 @@ Run = Callable[[Device], list[Array]]
 Expect = Callable[[str], list[Expected]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
-    """A matrix in stored form."""
+    """A matrix in stored form; two are the same only if they are one object."""
 
     format: str
     rows: int
@@ -142,9 +142,10 @@ def hold(device: Device, matrix: Matrix, name: str = "w") -> Weight:
     return device.weight(name, matrix.format, (matrix.rows, matrix.cols), matrix.group_size, planes)
 
 
-def start(device: Device) -> Recorder:
-    """A recorder of the size that all cases use."""
-    return device.recorder(max_rows=MAX_ROWS, max_outputs=MAX_ROWS, page_tokens=PAGE_TOKENS, pages=PAGES)
+def start(device: Device, rows: int = MAX_ROWS) -> Recorder:
+    """A recorder of the size that all cases use, or of one for more rows."""
+    most = max(rows, MAX_ROWS)
+    return device.recorder(max_rows=most, max_outputs=most, page_tokens=PAGE_TOKENS, pages=PAGES)
 
 
 def ints(values: Sequence[int] | NDArray[Any]) -> I32:
@@ -182,14 +183,14 @@ def run_rows(
 ) -> list[Array]:
     """Record one program over named buffers (inputs and those of `widths`, ids as `i32` where the name ends in
     `_ids`), run it once and copy the outputs that `record` names."""
-    recorder = start(device)
+    count = len(next(iter(inputs.values()))) if batch is None else len(batch.tokens)
+    recorder = start(device, count)
     sizes = {**{name: values.shape[1] for name, values in inputs.items()}, **widths}
     buffers = {
         name: recorder.rows(width, dtype="i32" if name.endswith("_ids") else "f32") for name, width in sizes.items()
     }
     outputs = list(record(recorder, buffers))
     program = recorder.finish()
-    count = len(next(iter(inputs.values()))) if batch is None else len(batch.tokens)
     for name, values in inputs.items():
         program.write(buffers[name], values)
     program.run(batch if batch is not None else make_batch(range(count)), experts)

@@ -252,6 +252,10 @@ def _no_shared(m: FaultyRecorder, x: Rows, y: Rows) -> None:
 def _reads() -> Iterator[OperationMutant]:
     yield _on("rows of the batch exchanged", "matmul", _before("matmul", 0, lambda x: x[::-1]))
     yield _on("rows behind the fourth forgotten", "matmul", _after("matmul", 2, _first_four))
+    yield _on("rows behind the 128th forgotten", "matmul", _after("matmul", 2, _first_rows))
+    yield _on("scales of the first 128 rows for those behind", "matmul", _before("matmul", 0, _scaled_as_first_rows))
+    yield _on("outputs behind the 1024th forgotten", "matmul", _after("matmul", 2, _first_outputs))
+    yield _on("outputs behind the 1024th from the start", "matmul", _after("matmul", 2, _outputs_again))
     yield _on("outliers cut off", "matmul", _before("matmul", 0, lambda x: np.clip(x, -8, 8)))
     yield _on("NaN read as zero", "matmul", _before("matmul", 0, lambda x: np.nan_to_num(x, nan=0.0)))
     yield _on("last output forgotten", "matmul", _after("matmul", 2, lambda y: np.pad(y[:, :-1], ((0, 0), (0, 1)))))
@@ -263,6 +267,32 @@ def _reads() -> Iterator[OperationMutant]:
 
 def _first_four(y: Array) -> Array:
     y[4:] = 0
+    return y
+
+
+def _first_rows(y: Array) -> Array:
+    y[128:] = 0
+    return y
+
+
+def _scaled_as_first_rows(x: Array) -> Array:
+    """Rows behind the first block with the magnitude of those in it."""
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    behind = len(x) - 128
+    if behind > 0:
+        x[128:] *= largest[:behind] / np.where(largest[128:] == 0, 1, largest[128:])
+    return x
+
+
+def _first_outputs(y: Array) -> Array:
+    y[:, 1024:] = 0
+    return y
+
+
+def _outputs_again(y: Array) -> Array:
+    behind = y.shape[1] - 1024
+    if behind > 0:
+        y[:, 1024:] = y[:, :behind]
     return y
 
 
@@ -433,6 +463,7 @@ def _experts() -> Iterator[OperationMutant]:
     yield _on(
         "expert numbers of the first row for all", "experts", _restored(1, lambda ids: 0 * ids + ids[:1]), "expert_ffn"
     )
+    yield _on("rows of an expert behind the 128th forgotten", "experts", _first_pairs, "expert_ffn")
     yield _on("gate and up of experts exchanged", "experts", _layouts_exchanged, "expert_ffn")
     yield weights("routing weights ignored", np.ones_like)
     yield weights("routing weights in another order", lambda w: w[:, ::-1])
@@ -468,6 +499,23 @@ def _restored(place: int, function: Callable[[Array], Array]) -> Change:
         m.host(lambda look: np.copyto(look(rows), kept[0]))
 
     return change
+
+
+def _first_pairs(m: FaultyRecorder, *arguments: Any, **given: Any) -> None:
+    """Of the rows that chose an expert, only the first 128 get its output."""
+    ids, weights = arguments[1], arguments[2]
+    kept: list[Array] = []
+
+    def before(look: Callable[[Rows], Array]) -> None:
+        chosen, values = look(ids), look(weights)
+        kept[:] = [values.copy()]
+        for number in np.unique(chosen):
+            places = np.argwhere(chosen == number)[128:]
+            values[places[:, 0], places[:, 1]] = 0
+
+    m.host(before)
+    m.inner.experts(*arguments, **given)
+    m.host(lambda look: np.copyto(look(weights), kept[0]))
 
 
 def _layouts_exchanged(m: FaultyRecorder, *arguments: Any, layouts: Any, **given: Any) -> None:

@@ -184,6 +184,11 @@ def code_mutants(spec: Format) -> Iterator[StoredMutant]:
         yield mutant("two's complement", _mxfp4_integers)
         yield mutant("sign forgotten", on_codes(lambda c: c & np.uint8(0x77)))
         yield mutant("one half read as zero", on_codes(_half_as_zero))
+        for kind, change in (
+            ("smallest scales read as zero", _tiny_as_zero),
+            ("scale NaN read as 2^127", _nan_as_last),
+        ):
+            yield StoredMutant(kind, name, change, ops=("matmul", "rows"))
     if name == "int8-row":
         yield mutant("offset binary", on_codes(lambda c: c ^ np.uint8(0x80)))
         yield mutant("lower nibble forgotten", on_codes(lambda c: c & np.uint8(0xF0)))
@@ -226,6 +231,15 @@ def _half_as_zero(c: U8) -> U8:
     low, high = c & np.uint8(15), c >> np.uint8(4)
     low, high = (np.where(part & 7 == 1, part & np.uint8(8), part) for part in (low, high))
     return (low | (high << np.uint8(4))).astype(np.uint8)
+
+
+def _tiny_as_zero(matrix: Matrix) -> Matrix:
+    spread = np.repeat(scales(matrix), REGISTRY[matrix.format].scale.cols, axis=1)[:, : matrix.cols]
+    return dense(matrix, np.where(spread <= 2.0**-126, 0.0, weights(matrix)))
+
+
+def _nan_as_last(matrix: Matrix) -> Matrix:
+    return replace(matrix, planes=(matrix.planes[0], np.minimum(matrix.planes[1], np.uint8(254))))
 
 
 def _reverse_crumbs(c: U8) -> U8:

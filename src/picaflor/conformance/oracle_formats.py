@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,14 @@ Bytes = NDArray[Any]
 _LATTICE = load_grid().astype(np.float64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A matrix as it is stored: float64 `codes` and `scales` of every weight, `[rows, cols]`."""
 
     codes: F64
     scales: F64
 
-    @property
+    @cached_property
     def weights(self) -> F64:
         """The weights: code times scale, rounded to float32 once."""
         with np.errstate(over="ignore", under="ignore"):

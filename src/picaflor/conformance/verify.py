@@ -220,7 +220,7 @@ def _check_counts(what: What, report: Report) -> None:
 def minimum(what: What) -> Mapping[tuple[str, str], int]:
     """The recorded counts of what was chosen."""
     return {
-        (op, format_name): least
+        (op, format_name): least[what.full]
         for (op, format_name), least in MINIMUM.items()
         if (not what.ops or op in what.ops) and (not what.formats or format_name in what.formats)
     }
