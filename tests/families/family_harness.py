@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from picaflor.backends.api import Backend, Batch, Precision, Vector, Weight
 from picaflor.backends.cpu.backend import CpuBackend
-from picaflor.backends.reference import MemoryExperts, ReferenceBackend, allocate
+from picaflor.backends.memory_experts import MemoryExperts, allocate
+from picaflor.backends.reference import ReferenceBackend
 from picaflor.container.index import Container
 from picaflor.models.base import DraftForward, Forward, Scope
 from picaflor.models.config import Notices

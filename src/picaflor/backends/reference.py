@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -33,23 +32,13 @@ from picaflor.backends.api import (
     Weight,
 )
 from picaflor.backends.reduction import NONE, reduce_choices
-from picaflor.container.expert_file import plan_reads
-from picaflor.container.types import Expert, Span
 from picaflor.errors import UnsupportedKernel
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32
 from picaflor.formats.e8_iq3 import rotation_blocks, rotation_signs
 
 F64 = NDArray[np.float64]
-SLACK_BYTES = 64
 CLASSES = ("attention", "matmul", "experts", "router", "head", "other")
-
-
-def allocate(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed bytes at a multiple of 64, with 64 more readable bytes behind them."""
-    raw = np.zeros(nbytes + 2 * SLACK_BYTES, dtype=np.uint8)
-    start = -raw.ctypes.data % SLACK_BYTES
-    return raw[start : start + nbytes]
 
 
 class _Matrix:
@@ -521,60 +510,6 @@ def _slot_matrix(slot: NDArray[np.uint8], layout: MatrixLayout) -> _Matrix:
         slot[offset : offset + plane.nbytes(*sizes)] for plane, offset in zip(spec.planes, layout.offsets, strict=True)
     ]
     return _Matrix(layout.format, *sizes, planes)
-
-
-class MemoryExperts:
-    """All routed experts of a model held in memory: the simplest ExpertProvider.
-
-    A lease gives the experts in two parts and in falling order of their numbers, so that no program can rely on the
-    order that it asked in.
-    """
-
-    def __init__(self, experts: Mapping[int, Sequence[Expert]], read: Callable[[Span], NDArray[np.uint8]]) -> None:
-        self._slots: dict[int, list[NDArray[np.uint8]]] = {}
-        self._layouts: dict[int, tuple[ExpertLayout, ...]] = {}
-        for layer, members in experts.items():
-            loaded = [_load_expert(expert, read) for expert in members]
-            self._layouts[layer] = tuple(layout for layout, _ in loaded)
-            self._slots[layer] = [slot for _, slot in loaded]
-
-    def layouts(self, layer: int) -> Sequence[ExpertLayout]:
-        """Where the matrices of each expert lie in its slot."""
-        return self._layouts[layer]
-
-    @contextmanager
-    def acquire(self, layer: int, experts: I32) -> Iterator[MemoryLease]:
-        """Hold experts of a layer; they never leave."""
-        if len(np.unique(experts)) != len(experts):
-            raise ValueError(f"layer {layer}: the same expert was asked for twice")
-        yield MemoryLease(self._slots[layer], experts)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLease:
-    """Experts of one layer; see MemoryExperts."""
-
-    slots: Sequence[NDArray[np.uint8]]
-    experts: I32
-
-    def batches(self) -> Iterator[tuple[I32, NDArray[np.uint64]]]:
-        """(numbers, slot addresses) in two parts."""
-        numbers = np.sort(self.experts)[::-1].astype(np.int32)
-        for part in np.array_split(numbers, 2):
-            if len(part):
-                yield part, np.array([self.slots[number].ctypes.data for number in part], dtype=np.uint64)
-
-
-def _load_expert(expert: Expert, read: Callable[[Span], NDArray[np.uint8]]) -> tuple[ExpertLayout, NDArray[np.uint8]]:
-    plan = plan_reads(expert)
-    slot = allocate(plan.nbytes)
-    for run in plan.runs:
-        slot[run.slot_offset : run.slot_offset + run.nbytes] = read(Span(run.shard, run.offset, run.nbytes))
-    gate, up, down = (
-        MatrixLayout(matrix.format, matrix.rows, matrix.cols, matrix.group_size, offsets)
-        for matrix, offsets in zip(expert.matrices, plan.offsets, strict=True)
-    )
-    return ExpertLayout(gate, up, down, plan.nbytes), slot
 
 
 class ReferenceBackend:
