@@ -317,8 +317,9 @@ def _marked(lines: Iterator[Found], copy: float, text: str) -> Iterator[Found]:
 # ---- right or wrong ----
 
 
-def part_verify(seconds: float, share: str) -> Found:
-    """Every quick case in every precision, twice on the device and once on the CPU, until the time is over."""
+def part_verify(seconds: float, share: str, save: Callable[[Found], None]) -> Found:
+    """Every quick case in every precision, twice on the device and once on the CPU, until the time is over; `save` gets
+    what is known after each case."""
     until = time.monotonic() + seconds
     first, shares = map(int, share.split("/"))
     cases = suite.pick(suite.all_cases())
@@ -345,6 +346,7 @@ def part_verify(seconds: float, share: str) -> Found:
             if outcome.fault:
                 found["failures"].append(f"{case.case.label} {precision}: {outcome.fault}"[:300])
         found["run"] += 1
+        save(found)
     return found
 
 
@@ -388,23 +390,27 @@ def main() -> int:
     parser.add_argument("--tilings", nargs="+", default=list(TILINGS))
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the script itself")
     options = parser.parse_args()
+    found: Found = {"kind": "vulkan device"}
+
+    def save(part: str, values: Found) -> None:
+        found[part] = values
+        if options.out is not None:
+            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
     parts: dict[str, Callable[[], Found]] = {
         "info": part_info,
         "speed": lambda: part_speed(options.tilings, options.seconds, quick=options.quick),
-        "verify": lambda: part_verify(options.seconds, options.share),
+        "verify": lambda: part_verify(options.seconds, options.share, lambda values: save("verify", values)),
         "model": lambda: part_model(quick=options.quick),
     }
-    found: Found = {"kind": "vulkan device"}
     wrong = False
     for name in options.part.split(","):
         try:
-            found[name] = parts[name]()
+            save(name, parts[name]())
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
-            found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            save(name, {"failed": f"{type(error).__name__}: {error}"[:2000]})
             wrong = True
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.out is None:
         print(json.dumps(found, indent=1))
     checked = found.get("verify", {})
