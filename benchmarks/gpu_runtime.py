@@ -1,6 +1,6 @@
 """Compares the GPU backend with the CPU's bits and times it, all in one run: for a machine that is lent for minutes.
 
-    python benchmarks/gpu_runtime.py --workers 10 --out FOLDER [--glm FOLDER] [--backend cuda] [--seconds 150]
+    python benchmarks/gpu_runtime.py --workers 10 --out FOLDER [--glm FOLDER] [--large FOLDER] [--tiers FOLDER]
 
 Parts: every quick conformance case; logits of containers over chunks, batches and residency on the device; decoding
 speed with and without captured graphs, and the kernels' share of the time. Prints a table, writes `gpu_runtime.json`.
@@ -148,46 +148,127 @@ def _check_batch(path: Path | None, name: str, base: EngineOptions, backend: str
 def time_model(
     path: Path | None, name: str, backend: str, *, graphs: bool, batch: int, slots: int | None, steps: int
 ) -> Found:
-    """Median step time of decoding, tokens per second, and the kernels' share by torch's profiler."""
-    import torch
-
+    """`time_steps` of a model that is opened for it, with `slots` experts on the device."""
     options = EngineOptions(context=1024, backend=backend, sequences=max(4, batch))
     with Engine.open(path, options, warn=lambda text: None) as engine:
         device: Any = engine.plan.backend
         program: Any = engine.plan.forward.program
         program._batches.captures = graphs
         device.tier.most_slots = slots
-        sequences = [Sequence() for _ in range(batch)]
-        for sequence in sequences:
-            engine.runner.prefill(sequence, _ids(64, engine.vocabulary))
-        tokens = _ids(3 * steps, engine.vocabulary)
-        times = []
+        return {"model": name, "graphs": graphs, **time_steps(engine, batch=batch, steps=steps)}
 
-        def step(number: int) -> None:
-            one = tokens[number : number + 1]
-            engine.runner.step([Work(sequence, one) for sequence in sequences])
 
-        for number in range(2 * steps):
-            started = time.perf_counter()
+def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
+    """Median step time of decoding, tokens per second, time over the floor that the device's memory sets, and the
+    kernels' share by torch's profiler. `graph_ms`: the whole step's captured graph alone, replayed."""
+    import torch
+
+    device: Any = engine.plan.backend
+    program: Any = engine.plan.forward.program
+    sequences = [Sequence() for _ in range(batch)]
+    for sequence in sequences:
+        engine.runner.prefill(sequence, _ids(64, engine.vocabulary))
+    tokens = _ids(3 * steps, engine.vocabulary)
+    times = []
+
+    def step(number: int) -> None:
+        one = tokens[number : number + 1]
+        engine.runner.step([Work(sequence, one) for sequence in sequences])
+
+    for number in range(2 * steps):
+        started = time.perf_counter()
+        step(number)
+        times.append(time.perf_counter() - started)
+    graph = _graph_ms(program)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        started = time.perf_counter()
+        for number in range(8):
             step(number)
-            times.append(time.perf_counter() - started)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            started = time.perf_counter()
-            for number in range(8):
-                step(number)
-            torch.cuda.synchronize()
-            profiled = time.perf_counter() - started
-        events = profile.key_averages()
-        busy = sum(event.self_device_time_total for event in events) * 1e-6
-        best = sorted(events, key=lambda event: -event.self_device_time_total)[:10]
-        median = statistics.median(times[steps:])
-        return {
-            "model": name, "graphs": graphs, "batch": batch, "step_ms": round(median * 1e3, 3),
-            "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
-            "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
-            "bytes_per_token": sum(engine.bytes_per_token().values()), "slots": device.tier.slots,
-            "top": [f"{e.key[:40]} {e.self_device_time_total / 8:.0f}us x{e.count // 8}" for e in best],
-        }  # fmt: skip
+        torch.cuda.synchronize()
+        profiled = time.perf_counter() - started
+    for sequence in sequences:
+        engine.plan.pool.release(sequence)
+    events = profile.key_averages()
+    busy = sum(event.self_device_time_total for event in events) * 1e-6
+    best = sorted(events, key=lambda event: -event.self_device_time_total)[:10]
+    median = statistics.median(times[steps:])
+    nbytes = sum(engine.bytes_per_token().values())
+    floor = nbytes / device.measure_rates().memory
+    return {
+        "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph,
+        "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
+        "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
+        "launches": sum(event.count for event in events) // 8,
+        "bytes_per_token": nbytes, "over_byte_floor_of_one_row": round(median / floor, 2), "slots": device.tier.slots,
+        "top": [f"{e.key[:40]} {e.self_device_time_total / 8:.0f}us x{e.count // 8}" for e in best],
+    }  # fmt: skip
+
+
+def _graph_ms(program: Any) -> float | None:
+    """Milliseconds of the last captured graph, None where a step is more than one."""
+    import torch
+
+    known = [parts for parts in program._graphs.values() if all(part.captured is not None for part in parts)]
+    if not known or len(known[-1]) != 1:
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(20):
+        known[-1][0].captured.replay()
+    end.record()
+    end.synchronize()
+    return round(float(start.elapsed_time(end)) / 20, 3)
+
+
+def check_large(path: Path, backend: str, *, steps: int) -> Found:
+    """A model that lies on the device as a whole: its load, its bits beside the CPU's, one row and eight."""
+    ids = _ids(8, 200)
+    started = time.perf_counter()
+    options = EngineOptions(context=1024, backend=backend, sequences=8)
+    with Engine.open(path, options, warn=lambda text: None) as engine:
+        device: Any = engine.plan.backend
+        found: Found = {"model": path.name, "open_s": round(time.perf_counter() - started, 1)}
+        rows = engine.runner.step([Work(Sequence(), ids, "all")]).copy()
+        found["first_step_s"] = round(time.perf_counter() - started, 1)
+        found["all_on_device"] = device.tier.all_here
+        found["device_bytes"] = device.vram_used() + device.tier.slots * device.tier.stride
+        found["speed"] = [time_steps(engine, batch=batch, steps=steps) for batch in (1, 8)]
+    with Engine.open(path, replace(options, backend="cpu"), warn=lambda text: None) as engine:
+        wanted = engine.runner.step([Work(Sequence(), ids, "all")]).copy()
+    return {**found, "differ": _differ(rows, wanted), "of": int(wanted.size)}
+
+
+def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
+    """A part of the experts on the device, as many in RAM, the rest on disk, beside the CPU with the same RAM."""
+    from picaflor.telemetry.report import rows as report_rows
+
+    found: Found = {"model": path.name, "part": part}
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    experts = config["n_routed_experts"]
+    layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
+    prompt = _ids(16, config["vocab_size"]).tolist()
+    tokens = _ids(2 * steps, config["vocab_size"])[::-1].tolist()
+    logits = []
+    for name in (backend, "cpu"):
+        slots = int(part * experts)
+        options = EngineOptions(context=512, backend=name, expert_slots=slots, direct="on", mapped="off")
+        with Engine.open(path, options, warn=lambda text: None) as engine:
+            if name != "cpu":
+                tier: Any = engine.plan.backend
+                tier.tier.most_slots = slots * layers
+            logits.append(engine.replay_logits(prompt, tokens[: steps // 4 + 1], exact=True))
+            engine.decode_replay(prompt, tokens[:steps])
+            times = engine.decode_replay(prompt, tokens[steps:])
+            engine.measure_memory_limit()
+            record = engine.record()
+        found[name] = {
+            "tokens_per_s": round(1 / statistics.median(times), 2),
+            "slots_per_layer": record.memory.expert_slots,
+            "experts_on_device": record.memory.device_experts,
+            "report": dict(report_rows(record)),
+        }
+    return {**found, "differ": _differ(*logits), "of": int(logits[0].size)}
 
 
 # ---- all of it ----
@@ -201,7 +282,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--glm", type=Path)
+    parser.add_argument("--large", type=Path, help="a model that fits the device as a whole")
+    parser.add_argument("--tiers", type=Path, help="a model on a drive, a quarter of it on the device")
     parser.add_argument("--parts", default="models,cases,speed")
+    parser.add_argument("--steps", type=int, default=40)
     words = parser.parse_args()
     parts = words.parts.split(",")
     record: dict[str, list[Found]] = {}
@@ -231,13 +315,25 @@ def main() -> None:
                     path: Path | None = path, name: str = name, graphs: bool = graphs, batch: int = batch,
                     slots: int | None = slots,
                 ) -> list[Found]:  # fmt: skip
-                    made = time_model(path, name, words.backend, graphs=graphs, batch=batch, slots=slots, steps=40)
+                    made = time_model(
+                        path, name, words.backend, graphs=graphs, batch=batch, slots=slots, steps=words.steps
+                    )
                     return [made]
 
                 line = _result(timed)
                 record.setdefault("speed", []).extend(line)
                 print(json.dumps(line[0]), flush=True)
                 _save(words.out, record)
+    if words.large is not None:
+        line = _result(lambda: [check_large(words.large, words.backend, steps=words.steps)])
+        print(json.dumps(line[0]), flush=True)
+        record["large"] = line
+        _save(words.out, record)
+    if words.tiers is not None:
+        line = _result(lambda: [check_tiers(words.tiers, words.backend, part=0.25, steps=words.steps)])
+        print(json.dumps(line[0]), flush=True)
+        record["tiers"] = line
+        _save(words.out, record)
 
 
 def _result(get: Callable[[], list[Found]]) -> list[Found]:

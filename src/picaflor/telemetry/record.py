@@ -38,8 +38,8 @@ class Phase:
     pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
     it. `hits_device` were in the memory of a device that computes, `sent` counts those that had to go there. `joined`
     counts experts whose read was under way already when they were wanted, `prefetch_late` those of them that were read
-    ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is what the system
-    fetched from storage meanwhile, for whatever purpose; None where it does not tell.
+    ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is what the
+    system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
     """
 
     tokens: int = 0
