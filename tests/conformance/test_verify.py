@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from picaflor import formats
 from picaflor.backends.table import Cell
 from picaflor.cli import main
+from picaflor.cli import verify as cli_verify
 from picaflor.conformance import containers, oracle, suite, verify
 from picaflor.conformance.case import Case, Device, Matrix
 from picaflor.conformance.check import METRIC_BOUND, Expected, compare, differing
@@ -163,8 +165,71 @@ def test_other_bits_on_one_variant_are_counted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_choice_of_no_case_is_refused() -> None:
-    with pytest.raises(UsageError, match="--op rope --format int4-grouped: no case has both"):
+    with pytest.raises(UsageError, match="--op rope --format int4-grouped: no case has all of this"):
         verify.verify(What(ops=("rope",), formats=("int4-grouped",)))
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_shards_are_the_whole_and_kernels_stay_together(count: int) -> None:
+    cases = suite.pick(suite.all_cases(), ops=("matmul", "rows", "rope"))
+    parts = [suite.Shard(number, count).of_cases(cases) for number in range(1, count + 1)]
+    assert sorted(case.label for part in parts for case in part) == sorted(case.label for case in cases)
+    keys = [{(case.op, case.format, case.group_size) for case in part} for part in parts]
+    assert sum(map(len, keys)) == len(set.union(*keys))
+    assert max(map(len, parts)) <= len(cases) / count + 20
+    assert [piece for number in (1, 2, 3) for piece in suite.Shard(number, 3).of(range(7))] == [0, 3, 6, 1, 4, 2, 5]
+
+
+def test_a_shard_says_that_it_is_none_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", "--op", "rows", "--isa", "scalar"]
+    runs = []
+    for shard in ("1/2", "2/2"):
+        assert main([*words, "--shard", shard, "--json"]) == 0
+        runs.append(json.loads(capsys.readouterr().out))
+    assert [run["shard"] for run in runs] == ["1/2", "2/2"]
+    total = sum(least[False] for (op, _), least in verify.MINIMUM.items() if op == "rows")
+    assert [run["cases_of_all_shards"] for run in runs] == [total, total]
+    assert sum(run["cases"] for run in runs) == total
+    assert sum(row["cases"] for run in runs for row in run["table"]) == total
+    assert main([*words, "--shard", "2/2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"shard 2/2: {runs[1]['cases']} of {total} cases; the others are no part of this run",
+        "all right in shard 2/2",
+    ]
+
+
+def test_a_lost_case_is_seen_in_every_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [case for case in suite.all_cases() if case.op == "rows"]
+    assert cases[0].format == "f32"
+    monkeypatch.setattr(suite, "all_cases", lambda: iter(cases[1:]))
+    for number in (1, 2):
+        report = verify.verify(What(isa="scalar", ops=("rows",), precisions=("exact",), shard=suite.Shard(number, 2)))
+        assert "rows f32: 3 cases, there were 4: a case was lost" in [str(failure) for failure in report.failures]
+
+
+def test_one_group_size(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", "--isa", "scalar", "--op", "rows", "--op", "row_axpy", "--json"]
+    assert main([*words, "--group-size", "96"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {row["format"] for row in result["table"]} == {"int4-grouped"}
+    known = [case for case in suite.pick(suite.all_cases()) if case.op in ("rows", "row_axpy")]
+    assert result["cases"] == len([case for case in known if "gs 96 " in case.name]) == 4
+
+
+def test_progress_is_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli_verify, "LINES_APART_S", 1e9)
+    assert main(["verify", "--op", "add", "--isa", "scalar"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(cli_verify, "LINES_APART_S", 0.0)
+    assert main(["verify", "--op", "rope", "--isa", "scalar"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 6
+    assert re.fullmatch(r" +[0-9]+ s: 5 of 6 cases done, verifying rope: .+", lines[-1])
+    assert main(["verify", "--mutants", "--op", "add"]) == 0
+    assert re.match(r" +[0-9]+ s: 0 of 3 mutants done, planting [a-z ]+ in add\n", capsys.readouterr().err)
 
 
 def test_a_fallback_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +304,13 @@ def test_every_cell_has_at_least_its_recorded_number_of_cases() -> None:
     [
         (["--format", "int5"], "--format int5: accepted are bf16, "),
         (["--op", "mul"], "--op mul: accepted are add, "),
+        (["--group-size", "65"], "--group-size 65: accepted are 16, 32, 48, 64, 96, 128, 192, 256"),
+        (["--group-size", "64", "--mutants"], "--group-size with --mutants: a wrong group size is seen by cases of"),
+        (["--shard", "0/2"], "--shard 0/2: I/N is needed with 1 <= I <= N, as 2/8"),
+        (["--shard", "3/2"], "--shard 3/2: I/N is needed with 1 <= I <= N, as 2/8"),
+        (["--shard", "2"], "--shard 2: I/N is needed with 1 <= I <= N, as 2/8"),
+        (["--op", "rope", "--shard", "1/2"], "--shard 1/2: what was chosen has 1 operations, formats and group sizes"),
+        (["--op", "add", "--mutants", "--shard", "1/9"], "--shard 1/9: what was chosen has 3 mutants, more parts"),
         (["--isa", "vax"], "--isa: 'vax' is not accepted"),
     ],
 )

@@ -194,7 +194,7 @@ def _latent(
 
         return run, lambda precision: history.each(right.row)
 
-    return Case(op, format_name, name, prepare, full_only)
+    return Case(op, format_name, name, prepare, full_only, size)
 
 
 class _LatentOracle:

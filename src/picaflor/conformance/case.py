@@ -69,13 +69,17 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case of one cell. `prepare()` makes data once and gives (run on a device, right outputs for a precision)."""
+    """A case of one cell. `prepare()` makes data once and gives (run on a device, right outputs for a precision).
+
+    `group_size`: that of its weights, 0 where its format has no choice of one or formats are mixed.
+    """
 
     op: str
     format: str
     name: str
     prepare: Callable[[], tuple[Run, Expect]] = field(repr=False, compare=False)
     full_only: bool = False
+    group_size: int = 0
 
     @property
     def label(self) -> str:

@@ -87,7 +87,7 @@ def _case(spec: Format, size: int) -> Case:
 
         return run, expect
 
-    return Case("container", spec.name, name, prepare)
+    return Case("container", spec.name, name, prepare, group_size=size)
 
 
 def make_model(spec: Format, size: int) -> _Model:

@@ -60,12 +60,14 @@ class Verdict:
 
 @dataclass(slots=True)
 class MutationReport:
-    """All verdicts."""
+    """All verdicts of a shard; `chosen`: mutants of all shards. `full`: of everything, so that kinds can be counted."""
 
     backend: str
     variant: Variant
     verdicts: list[Verdict] = field(default_factory=list)
     full: bool = True
+    shard: suite.Shard = suite.WHOLE
+    chosen: int = 0
 
     @property
     def kinds(self) -> dict[str, list[str]]:
@@ -124,9 +126,12 @@ def run_mutants(what: What, say: Say) -> MutationReport:
     plain: Any = open_device(what, variant, "standard")
     judge = _Judge(what, variant, what.precisions or precisions_of(plain))
     report = MutationReport(plain.name, variant)
-    report.full = not what.ops and not what.formats
-    for planted in plant(what.ops, what.formats, by_op):
-        say(f"planting {planted}")
+    every = list(plant(what.ops, what.formats, by_op))
+    mine = what.shard.of(every)
+    report.full = not what.ops and not what.formats and len(mine) == len(every)
+    report.shard, report.chosen = what.shard, len(every)
+    for number, planted in enumerate(mine):
+        say(f"{number} of {len(mine)} mutants done, planting {planted}")
         report.verdicts.append(judge(planted, _tried(planted, by_op)))
     return report
 
@@ -155,22 +160,28 @@ class _Judge:
     def __call__(self, planted: Planted, cases: Sequence[Prepared]) -> Verdict:
         """The verdict on one mutant; the first case that sees it is enough."""
         other_bits = 0
-        for precision in self._precisions:
-            for case in cases:
-                found = run_case(case, FaultyDevice(open_device(self._what, self._variant, precision), planted.fault))
-                if isinstance(found, str):
-                    return Verdict(planted, fault=f"could not be planted, {case.case.label} {found}")
-                outcome = compare(found, case.expected(precision), precision, by_rule=False)
-                if outcome.fault:
-                    return self._killed(planted, f"{case.case.label} ({precision}): {outcome.fault}")
-                if planted.expects == "equivalent":
-                    sound = run_case(case, open_device(self._what, self._variant, precision))
-                    other_bits += 1 if isinstance(sound, str) else differing(sound, found)
+        for precision, case in self._order(planted, cases):
+            found = run_case(case, FaultyDevice(open_device(self._what, self._variant, precision), planted.fault))
+            if isinstance(found, str):
+                return Verdict(planted, fault=f"could not be planted, {case.case.label} {found}")
+            outcome = compare(found, case.expected(precision), precision, by_rule=False)
+            if outcome.fault:
+                return self._killed(planted, f"{case.case.label} ({precision}): {outcome.fault}")
+            if planted.expects == "equivalent":
+                sound = run_case(case, open_device(self._what, self._variant, precision))
+                other_bits += 1 if isinstance(sound, str) else differing(sound, found)
         if planted.expects == "killed":
             return Verdict(planted, fault=f"survived {len(cases)} cases")
         if other_bits:
             return Verdict(planted, fault=f"declared equivalent ({planted.reason}), but {other_bits} outputs differ")
         return Verdict(planted)
+
+    def _order(self, planted: Planted, cases: Sequence[Prepared]) -> Iterator[tuple[str, Prepared]]:
+        """One that must be killed meets the finest precision first; one that must pass meets a case in all at once, so
+        that its stored weights are read once."""
+        if planted.expects == "killed":
+            return ((precision, case) for precision in self._precisions for case in cases)
+        return ((precision, case) for case in cases for precision in self._precisions)
 
     def _killed(self, planted: Planted, by: str) -> Verdict:
         if planted.expects == "killed":

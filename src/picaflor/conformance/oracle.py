@@ -52,8 +52,7 @@ def rotated(x: Approx) -> Approx:
 def product(x: Approx, matrix: Stored, spec: Format, group_size: int, precision: str) -> Approx:
     """x `[n, cols]` @ W.T, with activations stored as `spec` and the precision say."""
     given = rotated(x) if spec.activation.rotated else x
-    weights = matrix.weights
-    sizes = np.abs(weights)
+    weights, sizes = matrix.weights, matrix.sizes
     cols = weights.shape[1]
     group = group_size if spec.activation.group == -1 else spec.activation.group
     terms = np.abs(given.values) @ sizes.T
@@ -80,7 +79,7 @@ def by_rule(x: F64, matrix: Stored, spec: Format, group_size: int, precision: st
         whole = np.rint(run * (LARGEST_DIGIT[precision] / largest))
         step = (largest.astype(np.float32) / np.float32(LARGEST_DIGIT[precision])).astype(np.float64)
         kept[:, start : start + group] = np.where(largest == 0, 0.0, whole * step)
-    terms = np.abs(kept) @ np.abs(matrix.weights).T
+    terms = np.abs(kept) @ matrix.sizes.T
     return kept @ matrix.weights.T, ROUNDING * (-(-x.shape[1] // group) + 5) * terms
 
 

@@ -35,6 +35,11 @@ class Stored:
         with np.errstate(over="ignore", under="ignore"):
             return (self.codes * self.scales).astype(np.float32).astype(np.float64)
 
+    @cached_property
+    def sizes(self) -> F64:
+        """Magnitudes of the weights."""
+        return np.abs(self.weights)
+
 
 def read(format_name: str, planes: Sequence[Bytes], rows: int, cols: int, group_size: int) -> Stored:
     """Codes and scales of a matrix. Raises UnknownFormat for a format that has no formula here."""
@@ -74,9 +79,9 @@ def _int8_row(planes: list[Bytes], rows: int, cols: int, group_size: int) -> Sto
 
 def _nibbles(plane: Bytes, rows: int, cols: int) -> NDArray[np.int64]:
     """Column i lies in byte i // 2 of its row: low nibble if i is even, else the high one."""
-    r, i = _places(rows, cols)
-    byte = plane.reshape(rows, (cols + 1) // 2)[r, i // 2].astype(np.int64)
-    return np.where(i % 2 == 0, byte % 16, byte // 16)
+    i = np.arange(cols)
+    byte = plane.reshape(rows, (cols + 1) // 2)[:, i // 2]
+    return np.where(i % 2 == 0, byte % 16, byte // 16).astype(np.int64)
 
 
 def _int4_row(planes: list[Bytes], rows: int, cols: int, group_size: int) -> Stored:

@@ -183,7 +183,7 @@ def _matmul(spec: Format, size: int, shape: tuple[int, int, int], kind: str, *, 
 
         return run, lambda precision: [_product(matrix, x, precision, plain=kind == "plain")]
 
-    return Case("matmul", spec.name, name, prepare, full_only)
+    return Case("matmul", spec.name, name, prepare, full_only, size)
 
 
 def _product(matrix: Matrix, x: F32, precision: str, *, plain: bool) -> Expected:
@@ -242,7 +242,7 @@ def _rows(spec: Format, size: int, rows: int, cols: int, kind: str, *, full_only
 
         return run, expect
 
-    return Case("rows", spec.name, name, prepare, full_only)
+    return Case("rows", spec.name, name, prepare, full_only, size)
 
 
 Member = tuple[Matrix, Matrix, Matrix]
@@ -257,12 +257,12 @@ def expert_cases(spec: Format) -> Iterator[Case]:
             for hidden, inner, count in shapes:
                 name = f"{text}hidden {hidden} inner {inner} S {count}"
                 make = _uniform(spec.name, size, hidden, inner)
-                yield _experts(spec.name, name, hidden, inner, count, make, full_only)
+                yield _experts(spec.name, name, hidden, inner, count, make, full_only, size=size)
         for shape, full_only in ((CROWD_SHAPE, size not in SHOWN_SIZES), (FULL_CROWD_SHAPE, True)):
             hidden, inner, count = shape
             name = f"{text}hidden {hidden} inner {inner} S {count}, one expert in all rows"
             make = _uniform(spec.name, size, hidden, inner)
-            yield _experts(spec.name, name, hidden, inner, count, make, full_only, crowd=True)
+            yield _experts(spec.name, name, hidden, inner, count, make, full_only, size=size, crowd=True)
 
 
 def mixed_cases() -> Iterator[Case]:
@@ -301,6 +301,7 @@ def _experts(
     make: MakeMember,
     full_only: bool,
     *,
+    size: int = 0,
     crowd: bool = False,
 ) -> Case:
     """Two layers of 6 experts, 3 per row; each layer is run, so that layers and slots can be mistaken.
@@ -337,7 +338,7 @@ def _experts(
 
         return run, expect
 
-    return Case("expert_ffn", format_name, name, prepare, full_only)
+    return Case("expert_ffn", format_name, name, prepare, full_only, size)
 
 
 def expert_sum(members: Sequence[Member], x: F32, ids: Array, weights: Array, precision: str) -> Approx:

@@ -49,11 +49,16 @@ class Failure:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a run. `metrics`: largest |delta| / sum |terms| per (operation, format, precision)."""
+    """The result of a run. `chosen`: cases of all shards. `counts`: the cases of this one.
+
+    `metrics`: largest |delta| / sum |terms| per (operation, format, precision).
+    """
 
     backend: str
     variants: list[Variant]
     precisions: list[str]
+    shard: suite.Shard = suite.WHOLE
+    chosen: int = 0
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     cells: Counter[str] = field(default_factory=Counter)
     metrics: dict[tuple[str, str, str], float] = field(default_factory=dict)
@@ -75,7 +80,9 @@ class What:
     isa: str = "auto"
     ops: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
+    group_sizes: tuple[int, ...] = ()
     full: bool = False
+    shard: suite.Shard = suite.WHOLE
     precisions: tuple[str, ...] = ()
     wrap: Wrap | None = None
 
@@ -123,7 +130,7 @@ def precisions_of(device: Any) -> list[str]:
 
 
 def check_names(what: What, cases: Sequence[Case]) -> None:
-    """Raises UsageError for an operation or a format that no case has."""
+    """Raises UsageError for an operation, a format or a group size that no case has."""
     for option, wanted, known in (
         ("--op", what.ops, {case.op for case in cases}),
         ("--format", what.formats, {case.format for case in cases}),
@@ -131,30 +138,39 @@ def check_names(what: What, cases: Sequence[Case]) -> None:
         for name in wanted:
             if name not in known:
                 raise UsageError(f"{option} {name}: accepted are {', '.join(sorted(known - {NO_FORMAT}))}")
+    sizes = {case.group_size for case in cases} - {0}
+    for size in what.group_sizes:
+        if size not in sizes:
+            raise UsageError(f"--group-size {size}: accepted are {', '.join(map(str, sorted(sizes)))}")
 
 
 def verify(what: What, say: Say = _quiet) -> Report:
     """Run every chosen case in every precision on every variant. Raises UsageError for unknown names."""
     every = list(suite.all_cases())
     check_names(what, every)
-    chosen = suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)
+    chosen = suite.pick(every, ops=what.ops, formats=what.formats, group_sizes=what.group_sizes, full=what.full)
     if not chosen:
         raise UsageError(
-            f"--op {' '.join(what.ops)} --format {' '.join(what.formats)}: no case has both"
+            f"{_words(what)}: no case has all of this"
             f"{'' if what.full else ' (with --full there may be)'}; a run of nothing proves nothing"
         )
+    cases = what.shard.of_cases(chosen)
     plain: Any = load_backend(EngineOptions(backend=what.backend, threads=1), _quiet)
     report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or precisions_of(plain)))
-    report.counts = dict(suite.count(chosen))
-    group = ""
-    for case in chosen:
-        if case.op != group:
-            group = case.op
-            say(f"verifying {group} {case.format}")
+    report.shard, report.chosen = what.shard, len(chosen)
+    report.counts = dict(suite.count(cases))
+    for number, case in enumerate(cases):
+        say(f"{number} of {len(cases)} cases done, verifying {case.label}")
         _check_case(what, Prepared(case), report)
-    _check_counts(what, report)
+    _check_counts(what, suite.count(suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)), report)
     _check_cells(what, plain, every, report)
     return report
+
+
+def _words(what: What) -> str:
+    """The choice as it was given."""
+    given = (("--op", what.ops), ("--format", what.formats), ("--group-size", what.group_sizes))
+    return " ".join(f"{option} {value}" for option, values in given for value in values)
 
 
 def _check_case(what: What, case: Prepared, report: Report) -> None:
@@ -208,10 +224,10 @@ def _check_bits(case: Case, where: str, first: list[Array], found: list[Array], 
         report.failures.append(Failure(case.label, where, text))
 
 
-def _check_counts(what: What, report: Report) -> None:
-    """A drop of cases below what was once there is a failure."""
+def _check_counts(what: What, counts: Mapping[tuple[str, str], int], report: Report) -> None:
+    """A drop of cases below what was once there is a failure, whatever shard or group size is run."""
     for (op, format_name), least in minimum(what).items():
-        found = report.counts.get((op, format_name), 0)
+        found = counts.get((op, format_name), 0)
         if found < least:
             text = f"{found} cases, there were {least}: a case was lost"
             report.failures.append(Failure(f"{op} {format_name}".removesuffix(f" {NO_FORMAT}"), "", text))
