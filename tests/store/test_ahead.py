@@ -227,6 +227,19 @@ def test_the_switch_is_not_fooled_by_a_drift() -> None:
         assert switch.gain == pytest.approx(1 - with_it, abs=0.015)
 
 
+def test_the_switch_compares_steps_of_equal_need() -> None:
+    """What steps need from the disk varies ten times as much as what reading ahead changes, and by chance more with."""
+    for with_it, kept in ((0.98, True), (1.03, False)):
+        draws = np.random.default_rng(5)
+        switch = Switch("auto")
+        for step in range(SETTLE_STEPS + len(WINDOWS) * WINDOW_STEPS):
+            needed = int(draws.integers(15, 30) + (4 if switch.enabled == kept else 0))
+            pause = 3.0 if step % 17 == 0 else 0.0
+            switch.step((0.3 + needed / 40) * (with_it if switch.enabled else 1.0) + pause, needed)
+        assert switch.enabled == kept
+        assert switch.gain == pytest.approx(1 - with_it, abs=0.01)
+
+
 def test_on_and_off_are_never_tried() -> None:
     for mode, enabled in (("on", True), ("off", False)):
         switch = Switch(mode)

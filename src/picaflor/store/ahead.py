@@ -9,8 +9,9 @@ same with and without it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from picaflor.store.types import Copy, ExpertKey
 
@@ -23,7 +24,7 @@ SETTLE_STEPS = 32
 WINDOW_STEPS = 4
 ROUND = (True, False, False, True)
 """Windows with and without, so ordered that a drift of the times meets both alike."""
-ROUNDS = 3
+ROUNDS = 6
 WINDOWS = ROUND * ROUNDS
 """A trial."""
 REST_STEPS = 1024
@@ -33,9 +34,10 @@ TIE = 0.01
 
 
 class Switch:
-    """Whether to read ahead: in turns with and without, and the better median of the steps' seconds stays in force.
+    """Whether to read ahead: in turns with and without, and what makes steps shorter stays in force.
 
-    `mode` auto; on and off are never tried.
+    Steps differ most by how many experts they need from the disk, which is the same with and without: what each of
+    those takes is taken off before steps are compared. `mode` auto; on and off are never tried.
     """
 
     def __init__(self, mode: str) -> None:
@@ -50,7 +52,7 @@ class Switch:
         self._left = SETTLE_STEPS
         self._window = len(WINDOWS)  # no trial is under way
         self._fresh = False
-        self._times: list[list[float]] = []  # of each window
+        self._steps: list[list[tuple[float, int]]] = []  # seconds and experts needed, of each window
 
     def __str__(self) -> str:
         if not self._auto:
@@ -61,13 +63,13 @@ class Switch:
             return f"auto: off, it would cost {-self.gain:.1%} of a step"
         return f"auto: on, saves {max(self.gain, 0.0):.1%} of a step"
 
-    def step(self, seconds: float) -> None:
-        """A step of the program took so long, with what `enabled` was in it."""
+    def step(self, seconds: float, needed: int = 0) -> None:
+        """A step of the program took so long and needed so many experts from the disk, with what `enabled` was."""
         self.steps_off += not self.enabled
         if not self._auto:
             return
         if self._window < len(WINDOWS) and not self._fresh:
-            self._times[self._window].append(seconds)
+            self._steps[self._window].append((seconds, needed))
         self._fresh = False
         self._left -= 1
         if not self._left:
@@ -77,7 +79,7 @@ class Switch:
         """The next window of a trial, or its end."""
         if self._window == len(WINDOWS):  # a trial begins
             self._window = 0
-            self._times = [[] for _ in WINDOWS]
+            self._steps = [[] for _ in WINDOWS]
         else:
             self._window += 1
         if self._window == len(WINDOWS):
@@ -90,14 +92,24 @@ class Switch:
         self.enabled = wanted
 
     def _measured(self) -> float:
-        """The part of a step that was saved: the median over rounds, of the windows' medians."""
-        medians = [statistics.median(times) for times in self._times]
+        """The part of a step that was saved: the mean over rounds, of windows' medians; the best and the worst round
+        do not count."""
+        steps = list(itertools.chain(*self._steps))
+        each, usual = _slope(steps), statistics.median(needed for _, needed in steps)
+        medians = [statistics.median(sec - each * (n - usual) for sec, n in window) for window in self._steps]
         gains = []
         for first in range(0, len(WINDOWS), len(ROUND)):
             of_round = list(zip(ROUND, medians[first : first + len(ROUND)], strict=True))
             on, off = (sum(median for state, median in of_round if state is wanted) for wanted in (True, False))
             gains.append(1.0 - on / off)
-        return statistics.median(gains)
+        return statistics.mean(sorted(gains)[1:-1])
+
+
+def _slope(steps: Sequence[tuple[float, int]]) -> float:
+    """Seconds for one expert more, at least 0: the median over all pairs of steps, which no pause moves."""
+    pairs = itertools.combinations(steps, 2)
+    slopes = [(b - a) / (more - less) for (a, less), (b, more) in pairs if more != less]
+    return max(0.0, statistics.median(slopes)) if slopes else 0.0
 
 
 class Expected:

@@ -94,6 +94,7 @@ class ExpertStore:
         self._first = min(partial, default=-1)
         self._step_began = 0.0
         self._step_counts = False
+        self._step_needed = 0
         self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
         make = policies() if policy is None else policy
         self._policies: dict[int, Policy] = {
@@ -308,6 +309,7 @@ class ExpertStore:
             expected = self._expected
             lease.missing = [key for key in lease.wanted if key in expected or not self._claim(lease, key)]
             lease.missing.reverse()
+            self._step_needed += len(lease.missing)
             try:
                 self._fill(lease)
             except BaseException:
@@ -502,8 +504,8 @@ class ExpertStore:
         """A step of the program begins: tell the switch how long the one before took."""
         now = time.perf_counter()
         if self._step_counts and self._step_began:
-            self.prefetch.step(now - self._step_began)
-        self._step_began, self._step_counts = now, False
+            self.prefetch.step(now - self._step_began, self._step_needed)
+        self._step_began, self._step_counts, self._step_needed = now, False, 0
 
     def _evictable(self, key: ExpertKey) -> bool:
         copy = self._residency.find(key, RAM, DISK_LAYOUT)
