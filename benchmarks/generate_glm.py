@@ -50,7 +50,7 @@ MODELS = {
         "intermediate_size": 512,
         "moe_intermediate_size": 128,
         "q_lora_rank": 128,
-        "kv_lora_rank": 64,
+        "kv_lora_rank": 128,
         "num_attention_heads": 4,
         "vocab_size": 512,
     },
@@ -61,6 +61,7 @@ BYTE_RMS = 73.612
 LEAST_SHARD_BYTES = 250_000_000
 # Gain of the matrices that are not 1: logits spread enough to have a clear winner, and routes that differ.
 GAINS = {"head": 3.0, "router": 1.5}
+USUAL = Policy()
 
 
 def config(name: str) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class RandomWeights:
         rms = GAINS.get(spec.kind, 1.0) / np.sqrt(1 if spec.kind == "embedding" else spec.cols)
         sizes = [plane.nbytes(spec.rows, spec.cols, planned.choice.group_size) for plane in form.planes]
         match form.name:
-            case "int4-grouped":
+            case "int4-grouped" | "int4-row":
                 raw = np.frombuffer(rng.bytes(sizes[0]), np.uint8)
                 return (self._bytes[raw], _scales(rng, rms / NIBBLE_RMS, sizes[1] // 4))
             case "int8-row":
@@ -141,7 +142,7 @@ class RandomWeights:
             case "f32":
                 values = rng.standard_normal(sizes[0] // 4, dtype=np.float32) * np.float32(rms)
                 return (values,)
-        raise PicaflorError(f"{spec.name}: format {form.name} is not made here; int4-grouped, int8-row and f32 are")
+        raise PicaflorError(f"{spec.name}: format {form.name} is not made here; int4, int8-row and f32 are")
 
     def vector(self, spec: VectorSpec) -> F32:
         """Norm weights near 1, the router's bias near 0."""
@@ -172,13 +173,13 @@ def touched(plan: Plan, experts_per_token: int) -> dict[str, int]:
     return counts
 
 
-def _planned(values: dict[str, Any]) -> Plan:
-    return make_plan(build_model(values, _Wanted(values["num_hidden_layers"])), Policy())
+def _planned(values: dict[str, Any], policy: Policy) -> Plan:
+    return make_plan(build_model(values, _Wanted(values["num_hidden_layers"])), policy)
 
 
-def write_share(name: str, out: Path, seed: int, share: tuple[int, int]) -> None:
+def write_share(name: str, out: Path, seed: int, share: tuple[int, int], policy: Policy) -> None:
     """Write every n-th shard from the i-th on, `share` being (i, n)."""
-    plan = _planned(config(name))
+    plan = _planned(config(name), policy)
     writer = ContainerWriter(
         out,
         rules_json=rules_json(plan),
@@ -190,18 +191,18 @@ def write_share(name: str, out: Path, seed: int, share: tuple[int, int]) -> None
     writer.write(resume=True, progress=_Progress() if share[1] == 1 else None, share=share)
 
 
-def generate(name: str, out: Path, *, seed: int, workers: int = 1) -> dict[str, Any]:
+def generate(name: str, out: Path, *, seed: int, workers: int = 1, policy: Policy = USUAL) -> dict[str, Any]:
     """Write the model to `out` and return its figures. Shards that are complete from an earlier try stay.
 
     More workers write smaller shards, of the same tensors.
     """
     values = config(name)
-    plan = _planned(values)
+    plan = _planned(values, policy)
     if workers == 1:
-        write_share(name, out, seed, (0, 1))
+        write_share(name, out, seed, (0, 1), policy)
     else:
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
-            pool.starmap(write_share, [(name, out, seed, (number, workers)) for number in range(workers)])
+            pool.starmap(write_share, [(name, out, seed, (number, workers), policy) for number in range(workers)])
     (out / "config.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     classes = touched(plan, values["num_experts_per_tok"])
     experts = [item for item in plan.items if isinstance(item, PlannedExpert)]

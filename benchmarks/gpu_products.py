@@ -1,14 +1,16 @@
 """Times the product kernels on the GPU of this machine: single matrices, the experts of a layer, many rows.
 
-`python benchmarks/gpu_products.py > record.json`. Medians over replayed CUDA graphs; weights rotate over more memory
-than any cache holds; copy bandwidth and the bf16 matrix rate are taken in the same process. int4-grouped, groups of 64,
-expert sizes of GLM-5.2.
+`python benchmarks/gpu_products.py [PROCESSES THAT COMPILE] > record.json`. Medians over replayed CUDA graphs; weights
+rotate over more memory than any cache holds; copy bandwidth and the bf16 matrix rate are taken in the same process.
+int4-grouped, groups of 64, expert sizes of GLM-5.2; torch's int4 product beside it.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +24,11 @@ DEVICE = "cuda"
 HIDDEN, INNER, EXPERTS, GROUP = 6144, 2048, 8, 64
 ROTATE_BYTES = 1_000_000_000
 REPEATS = 9
-MATRICES = ((2048, 6144), (6144, 2048), (16384, 2048), (6144, 16384), (32768, 6144))
-ROW_COUNTS = {(2048, 6144): (1, 2, 4, 8, 16, 64, 512), (16384, 2048): (1, 8), (32768, 6144): (1, 8, 512)}
+MATRICES = ((2048, 6144), (6144, 2048), (16384, 2048), (6144, 16384), (16384, 6144))
+ROW_COUNTS = {(2048, 6144): (1, 2, 4, 8, 16, 64, 512), (16384, 2048): (1, 8), (16384, 6144): (1, 8, 512)}
+FFN_CALLS = ((1, "standard"), (1, "fast"), (2, "standard"), (8, "standard"), (512, "standard"), (512, "fast"))
+"""Rows and precision."""
+PRECISIONS = ("standard", "fast")
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
@@ -71,15 +76,17 @@ def random_planes(rng: np.random.Generator, rows: int, cols: int) -> tuple[Any, 
     return codes, rng.random((rows, cols // GROUP), dtype=np.float32)
 
 
-def time_matrices(copy: float, rate: float) -> list[dict[str, Any]]:
+def time_matrices(
+    copy: float, rate: float, shapes: Sequence[tuple[int, int]] = MATRICES, precisions: Sequence[str] = PRECISIONS
+) -> list[dict[str, Any]]:
     """Each shape, precision and number of rows."""
     results = []
-    for rows, cols in MATRICES:
+    for rows, cols in shapes:
         nbytes = stored_bytes(rows, cols)
         planes = random_planes(np.random.default_rng(1), rows, cols)
         count = max(3, ROTATE_BYTES // nbytes)
         held = [formats.hold("int4-grouped", (rows, cols), GROUP, planes, DEVICE) for _ in range(count)]
-        for precision in ("standard", "fast"):
+        for precision in precisions:
             needs = formats.needs("int4-grouped", GROUP, precision)
             assert needs is not None
             for tokens in ROW_COUNTS.get((rows, cols), (1,)):
@@ -124,13 +131,12 @@ def expert_tables() -> list[Any]:
     return tables
 
 
-def time_experts(copy: float, rate: float) -> list[dict[str, Any]]:
+def time_experts(copy: float, rate: float, calls_wanted: Sequence[tuple[int, str]] = FFN_CALLS) -> list[dict[str, Any]]:
     """All rows choose all eight experts: for more than one row the matrices come from the cache again."""
     tables = expert_tables()
     nbytes = EXPERTS * 3 * stored_bytes(INNER, HIDDEN)
     results = []
-    for tokens, precision in ((1, "standard"), (1, "fast"), (2, "standard"), (8, "standard"), (512, "standard"),
-                              (512, "fast")):  # fmt: skip
+    for tokens, precision in calls_wanted:
         x, out = torch.randn(tokens, HIDDEN, device=DEVICE), torch.empty(tokens, HIDDEN, device=DEVICE)
         ids = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).to(torch.int32).to(DEVICE)
         weights = torch.rand(tokens, EXPERTS, device=DEVICE)
@@ -154,8 +160,46 @@ def time_experts(copy: float, rate: float) -> list[dict[str, Any]]:
     return results
 
 
+def time_torch(copy: float) -> list[dict[str, Any]]:
+    """torch's own int4 product, groups of 64, one row of bf16; a line with the reason where it does not run."""
+    results = []
+    for rows, cols in ((2048, 6144), (16384, 2048)):
+        try:
+            packed = torch.randint(0, 256, (rows, cols // 2), dtype=torch.uint8, device=DEVICE)
+            count = max(3, ROTATE_BYTES // packed.nbytes)
+            weights = [torch.ops.aten._convert_weight_to_int4pack(packed, 8) for _ in range(count)]
+            scales = torch.rand(cols // GROUP, rows, 2, device=DEVICE, dtype=torch.bfloat16)
+            x = torch.randn(1, cols, device=DEVICE, dtype=torch.bfloat16)
+            us = microseconds(
+                [lambda w=w, x=x, s=scales: torch.ops.aten._weight_int4pack_mm(x, w, GROUP, s) for w in weights]
+            )
+            results.append({"rows": rows, "cols": cols, "us": us, "of_copy": packed.nbytes / us / 1e6 / copy})
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            results.append({"rows": rows, "cols": cols, "reason": str(error)[:200]})
+    return results
+
+
+def _warm(job: tuple[str, Any, Any]) -> None:
+    """Compile what one part of the timing needs."""
+    what, first, second = job
+    if what == "experts":
+        time_experts(1.0, 1.0, [(first, second)])
+    else:
+        time_matrices(1.0, 1.0, [first], [second])
+
+
+def warm(workers: int) -> None:
+    """Compile all of it in parallel; what is compiled is kept on disk."""
+    jobs: list[tuple[str, Any, Any]] = [("experts", *call) for call in FFN_CALLS]
+    jobs += [("matmul", shape, precision) for shape in MATRICES for precision in PRECISIONS]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map(_warm, jobs, chunksize=1)
+
+
 def main() -> None:
     """Prints the record."""
+    if len(sys.argv) > 1:
+        warm(int(sys.argv[1]))
     copy, rate = copy_rate(), matrix_rate()
     record = {
         "benchmark": "gpu products",
@@ -167,6 +211,7 @@ def main() -> None:
         "group_size": GROUP,
         "matmul": time_matrices(copy, rate),
         "expert_ffn": time_experts(copy, rate),
+        "torch_int4": time_torch(copy),
     }
     print(json.dumps(record, indent=1))
 

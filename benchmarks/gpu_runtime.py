@@ -3,7 +3,8 @@
     python benchmarks/gpu_runtime.py --workers 10 --out FOLDER [--glm FOLDER] [--large FOLDER] [--tiers FOLDER]
 
 Parts: every quick conformance case; logits of containers over chunks, batches and residency on the device; decoding
-speed with and without captured graphs, and the kernels' share of the time. Prints a table, writes `gpu_runtime.json`.
+speed with and without captured graphs, and the kernels' share of the time; `small`: formats of kv_b, log-likelihoods. Prints a table, writes
+`gpu_runtime.json`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import generate_glm
 import numpy as np
 
+from picaflor.convert.policy import Policy
 from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.evaluate import window_losses
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
 
@@ -271,6 +276,42 @@ def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
     return {**found, "differ": _differ(*logits), "of": int(logits[0].size)}
 
 
+# ---- what is small ----
+
+
+def check_kv_b(backend: str) -> list[Found]:
+    """Containers whose attention has each format: the device computes it, with the CPU's bits."""
+    found = []
+    for name, group in (("int8-row", 64), ("int4-row", 64), ("int4-grouped", 64), ("int4-grouped", 128)):
+        policy = Policy(resident=name, group_size=group)
+        with tempfile.TemporaryDirectory() as folder:
+            generate_glm.generate("glm-nano", Path(folder), seed=1, policy=policy)
+            logits = []
+            for chosen in ("cpu", backend):
+                options = EngineOptions(context=128, backend=chosen, threads=2)
+                with Engine.open(Path(folder), options, warn=lambda text: None) as engine:
+                    logits.append(np.concatenate(list(engine.forward_logits(_ids(20, 512)))))
+                    told = engine.record()
+        kernels = {key: count for key, count in told.kernels.items() if ".row" in key and key.endswith(name)}
+        line = {"kv_b": name, "group": group, "differ": _differ(*logits), "of": int(logits[0].size)}
+        found.append({**line, "kernels": kernels, "fallbacks": dict(told.fallbacks)})
+    return found
+
+
+def check_likelihoods(backend: str) -> list[Found]:
+    """Log-likelihoods of 1 and 401 tokens of the built-in model."""
+    found = []
+    for count in (1, 401):
+        losses = []
+        for chosen in ("cpu", backend):
+            with Engine.open(None, EngineOptions(context=512, backend=chosen), warn=lambda text: None) as engine:
+                ids = _ids(count + 1, engine.vocabulary)
+                losses.append(window_losses(engine, ids[:-1], ids[1:]))
+        line = {"tokens": count, "nats": [float(loss.sum()) for loss in losses]}
+        found.append({**line, "differ": int((losses[0] != losses[1]).sum())})
+    return found
+
+
 # ---- all of it ----
 
 
@@ -324,6 +365,11 @@ def main() -> None:
                 record.setdefault("speed", []).extend(line)
                 print(json.dumps(line[0]), flush=True)
                 _save(words.out, record)
+    if "small" in parts:
+        for key, check in (("kv_b", check_kv_b), ("likelihoods", check_likelihoods)):
+            record[key] = _result(lambda check=check: check(words.backend))  # type: ignore[misc]
+            print(json.dumps(record[key]), flush=True)
+            _save(words.out, record)
     if words.large is not None:
         line = _result(lambda: [check_large(words.large, words.backend, steps=words.steps)])
         print(json.dumps(line[0]), flush=True)
