@@ -6,6 +6,7 @@ Must not know what a command does.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 import traceback
@@ -22,6 +23,9 @@ EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Only stdout is written to without a name: all else that is written says which file it is."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("picaflor.cli.run", "Continue a text."),
@@ -88,7 +92,7 @@ def _explain(error: Exception, words: Sequence[str] = ()) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
         return error.exit_code, _one_line(error.format_message())
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename else "stdout: " * (error.errno in _NO_ROOM)
         return EXIT_FAILED, _one_line(f"{where}{error.strerror or error}")
     if isinstance(error, MemoryError):
         return EXIT_FAILED, "out of memory"
