@@ -3,8 +3,8 @@
     python benchmarks/gpu_runtime.py --workers 10 --out FOLDER [--glm FOLDER] [--large FOLDER] [--tiers FOLDER]
 
 Parts: every quick conformance case; logits of containers over chunks, batches and residency on the device; decoding
-speed with and without captured graphs, and the kernels' share of the time; `small`: formats of kv_b, log-likelihoods. Prints a table, writes
-`gpu_runtime.json`.
+speed with and without captured graphs, and the kernels' share of the time; `small`: formats of kv_b, log-likelihoods,
+one row beside 63 others. Prints a table, writes `gpu_runtime.json`.
 """
 
 from __future__ import annotations
@@ -312,6 +312,37 @@ def check_likelihoods(backend: str) -> list[Found]:
     return found
 
 
+def check_rows(backend: str) -> list[Found]:
+    """Products of 64 rows and the experts of 64 rows against each row alone; names the device."""
+    import gpu_products as products
+    import torch
+
+    from picaflor.backends.cuda import experts, formats, matmul
+
+    found = []
+    x = torch.randn(64, products.HIDDEN, device=products.DEVICE)
+    for precision in products.PRECISIONS:
+        planes = products.random_planes(np.random.default_rng(1), products.INNER, products.HIDDEN)
+        shape = (products.INNER, products.HIDDEN)
+        weight = formats.hold("int4-grouped", shape, products.GROUP, planes, products.DEVICE)
+        together = torch.empty(64, products.INNER, device=products.DEVICE)
+        matmul.matmul(x, weight, together, precision)
+        alone = torch.empty_like(together)
+        for row in range(64):
+            matmul.matmul(x[row : row + 1], weight, alone[row : row + 1], precision)
+        found.append({"op": "matmul", "precision": precision, "differ": int((alone != together).sum())})
+    table, _ = products.expert_tables()[0]
+    ids = torch.stack([torch.randperm(products.EXPERTS) for _ in range(64)]).to(torch.int32).to(products.DEVICE)
+    weights = torch.rand(64, products.EXPERTS, device=products.DEVICE)
+    together, alone = torch.empty_like(x), torch.empty_like(x)
+    experts.expert_ffn(x, ids, weights, table, together, "standard")
+    for row in range(64):
+        part = slice(row, row + 1)
+        experts.expert_ffn(x[part], ids[part], weights[part], table, alone[part], "standard")
+    found.append({"op": "expert_ffn", "precision": "standard", "differ": int((alone != together).sum())})
+    return [{**line, "device": torch.cuda.get_device_name()} for line in found]
+
+
 # ---- all of it ----
 
 
@@ -366,7 +397,7 @@ def main() -> None:
                 print(json.dumps(line[0]), flush=True)
                 _save(words.out, record)
     if "small" in parts:
-        for key, check in (("kv_b", check_kv_b), ("likelihoods", check_likelihoods)):
+        for key, check in (("kv_b", check_kv_b), ("likelihoods", check_likelihoods), ("rows", check_rows)):
             record[key] = _result(lambda check=check: check(words.backend))  # type: ignore[misc]
             print(json.dumps(record[key]), flush=True)
             _save(words.out, record)
