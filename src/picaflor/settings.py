@@ -151,7 +151,7 @@ class Settings:
         (*ENGINE_COMMANDS, "bench kernels"),
     )
     isa: str = _option(
-        kinds.choice("auto", "scalar", "avx2", "avx512", "neon"),
+        kinds.choice("auto", "scalar", "avx2", "avxvnni", "avx512-base", "avx512", "neon"),
         "auto",
         "Instruction set of the CPU kernels; same bits from each.",
         (*ENGINE_COMMANDS, "bench kernels", "capabilities", "verify"),
@@ -205,7 +205,7 @@ class Settings:
         kinds.texts("DIR"),
         (),
         "Directory with more of the model's shards; may be repeated.",
-        (*ENGINE_COMMANDS, "convert", "mirror verify"),
+        (*ENGINE_COMMANDS, "inspect", "capabilities", "doctor", "convert", "mirror verify"),
     )
     mirror: tuple[str, ...] = _option(
         kinds.texts("DIR"),

@@ -139,3 +139,18 @@ def test_eval_names_lossy_modes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert line.endswith("% of the decoded tokens' experts left out")
     assert cli.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lossy"] == [line.removeprefix("LOSSY, ")]
+
+
+@pytest.mark.parametrize("command", ["inspect", "capabilities", "doctor", "plan"])
+def test_commands_on_a_model_whose_shards_lie_elsewhere(
+    model: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (shard,) = model.glob("*.safetensors")
+    shard.rename(other / shard.name)
+    words = [command, str(model), *(RATES if command == "plan" else ())]
+    assert cli.main(words) == 1
+    assert "no *.safetensors file here" in "".join(capsys.readouterr())
+    assert cli.main([*words, "--split", str(other)]) == 0
+    capsys.readouterr()

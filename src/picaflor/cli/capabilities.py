@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from picaflor import settings as table_of_options
-from picaflor.cli.model import engine_options, model_path
+from picaflor.cli.model import engine_options, model_path, split_folders
 from picaflor.settings import Settings
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def model_uses(path: Path, table: CapabilityTable, backend: str, settings: Setti
         counts[key] += 1
         nbytes[key] += matrix.nbytes
 
-    with Container.open(path) as container:
+    with Container.open(path, extra_dirs=split_folders(settings)) as container:
         notices = Notices(strict=settings.strict, warn=warn)
         model, index = open_model(container, group_size=settings.group_size, notices=notices)
         kinds = {spec.name: spec.kind for spec in model.matrices()}

@@ -15,7 +15,7 @@ import click
 
 from picaflor import option_kinds
 from picaflor import settings as table
-from picaflor.cli.model import Progress, counted
+from picaflor.cli.model import Progress, counted, split_folders
 from picaflor.errors import UsageError
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
@@ -67,7 +67,7 @@ def command(
     line = Progress()
     started = time.monotonic()
     common = {
-        "split": tuple(Path(folder).expanduser() for folder in settings.split),
+        "split": split_folders(settings),
         "shard_bytes": _shard_bytes(shard_size),
         "source_group_size": source_group_size,
         "strict": settings.strict,

@@ -28,7 +28,7 @@ from picaflor.cli.doctor_machine import (
     check_threads,
     check_uring,
 )
-from picaflor.cli.model import Progress, counted, engine_options, model_path
+from picaflor.cli.model import Progress, counted, engine_options, model_path, split_folders
 from picaflor.errors import (
     AmbiguousFormat,
     BadContainer,
@@ -113,14 +113,14 @@ def check_model(model: str, settings: Settings, *, deep: bool = False) -> Iterat
         yield Check("model.files", "fail", f"{path}: is a file, expected a directory", _REMEDIES["directory"])
         return
     found: list[Model] = []
-    if any(path.glob("*.safetensors")):
+    if any(any(folder.glob("*.safetensors")) for folder in (path, *split_folders(settings))):
         yield _answer("model.files", partial(check_files, path, settings, found))
     else:
         yield Check("model.files", "fail", f"{path}: no *.safetensors file here", _REMEDIES["directory"])
     yield _answer("model.tokenizer", partial(check_tokenizer, path, found[0] if found else None))
     if not found:
         return
-    yield _answer("model.storage", partial(check_storage, path))
+    yield _answer("model.storage", partial(check_storage, path, extra_dirs=split_folders(settings)))
     yield _answer("model.plan", partial(check_plan, path, settings))
     if deep:
         yield _answer("model.weights", partial(check_weights, path, settings))
@@ -146,7 +146,7 @@ def check_weights(path: Path, settings: Settings) -> Check:
     from picaflor.runtime.inspection_deep import read_everything
 
     progress = Progress()
-    with Container.open(path, allow_missing=True) as container:
+    with Container.open(path, extra_dirs=split_folders(settings), allow_missing=True) as container:
         found = inspect_container(container, group_size=settings.group_size, strict=settings.strict)
         try:
             findings = read_everything(container, found.index, progress=progress)
@@ -258,15 +258,17 @@ def check_files(path: Path, settings: Settings, found: list[Model]) -> Check:
     from picaflor.container.index import Container
     from picaflor.models.config import Notices
     from picaflor.models.loading import open_model
+    from picaflor.runtime.checks import check_end_tokens
     from picaflor.runtime.plan import DEFAULT_CONTEXT
 
-    with Container.open(path) as container:
+    with Container.open(path, extra_dirs=split_folders(settings)) as container:
         notices = Notices(strict=settings.strict)
         for text in container.notes:
             notices.note(text)
         model, _ = open_model(
             container, context=settings.ctx or DEFAULT_CONTEXT, group_size=settings.group_size, notices=notices
         )
+        check_end_tokens(container, model)
         found.append(model)
         nbytes = sum(shard.nbytes for shard in container.shards)
         tensors, shards = counted(len(container.tensors), "tensor"), counted(len(container.shards), "file")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -122,12 +122,12 @@ def check_backend(name: str) -> Check:
     return Check(f"backend.{name}", "ok", f"started: {getattr(backend, 'described', backend.isa)}")
 
 
-def check_storage(path: Path, *, sys: Path = _SYS) -> Check:
+def check_storage(path: Path, *, extra_dirs: Sequence[Path] = (), sys: Path = _SYS) -> Check:
     """What a model's directory lies on: file system, kind of drive, whether reads may pass the page cache by."""
     from picaflor.container.index import Container
     from picaflor.store.direct import file_system, probe_direct_files
 
-    with Container.open(path, headers_only=True) as container:
+    with Container.open(path, extra_dirs=extra_dirs, headers_only=True) as container:
         with container.handle(0) as handle:
             kind = file_system(handle) or "file system not told"
         direct = probe_direct_files(container, range(len(container.shards)))

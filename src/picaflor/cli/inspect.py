@@ -34,7 +34,7 @@ _FINDINGS_SHOWN = 20
     "extra_dirs",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="One more directory to look for shards in; may be repeated.",
+    help="The same as --split.",
 )
 @table.options("inspect")
 def command(model: str | None, tensors: bool, deep: bool, extra_dirs: tuple[Path, ...], settings: Settings) -> None:
@@ -44,14 +44,15 @@ def command(model: str | None, tensors: bool, deep: bool, extra_dirs: tuple[Path
 
     Exit code 1 when the model would not load.
     """
-    from picaflor.cli.model import DEMO_LINE, Progress
+    from picaflor.cli.model import DEMO_LINE, Progress, split_folders
     from picaflor.container.index import Container
     from picaflor.runtime import builtin
     from picaflor.runtime.inspection import inspect_container, refuse
     from picaflor.runtime.inspection_deep import read_everything
 
     path = builtin.folder() if model is None else Path(model).expanduser()
-    with Container.open(path, extra_dirs=extra_dirs, allow_missing=True) as container:
+    folders = (*extra_dirs, *split_folders(settings))
+    with Container.open(path, extra_dirs=folders, allow_missing=True) as container:
         found = inspect_container(container, group_size=settings.group_size, strict=settings.strict)
         if model is None:
             print(DEMO_LINE, file=sys.stderr, flush=True)

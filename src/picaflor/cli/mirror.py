@@ -31,15 +31,14 @@ def verify(model: str, folder: Path, deep: bool, settings: Settings) -> None:
 
     Exit code 1 for the first that is no copy, named.
     """
-    from picaflor.cli.model import Progress, counted, model_path
+    from picaflor.cli.model import Progress, counted, model_path, split_folders
     from picaflor.container.index import Container
     from picaflor.store.mirror import compare_bytes, open_replica
 
     path = model_path(model)
     assert path is not None
     progress = Progress()
-    split = [Path(extra).expanduser() for extra in settings.split]
-    with Container.open(path, extra_dirs=split) as container:
+    with Container.open(path, extra_dirs=split_folders(settings)) as container:
         replica = open_replica(container, folder.expanduser())
         try:
             difference = compare_bytes(container, replica, progress) if deep else None

@@ -137,6 +137,11 @@ def tuned_entries(settings: Settings) -> dict[str, Any]:
     return StateFile(path, warn=Progress().warn).read()
 
 
+def split_folders(settings: Settings) -> tuple[Path, ...]:
+    """More directories with shards of the model."""
+    return tuple(Path(folder).expanduser() for folder in settings.split)
+
+
 def engine_options(settings: Settings) -> EngineOptions:
     """The engine's part of the settings."""
     from picaflor.runtime.engine import EngineOptions
@@ -157,7 +162,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         read_engine=settings.read_engine,
         direct=settings.direct,
         mapped=settings.mapped,
-        split=tuple(Path(folder).expanduser() for folder in settings.split),
+        split=split_folders(settings),
         mirrors=tuple(Path(folder).expanduser() for folder in settings.mirror),
         group_size=settings.group_size,
         latent_norm_eps=settings.latent_norm_eps,
