@@ -15,7 +15,7 @@ import numpy as np
 from picaflor.backends.api import ExpertLayout, MatrixLayout, Rows
 from picaflor.backends.vulkan.decode import Reader, aligned, needs, shape_of, wide
 from picaflor.backends.vulkan.device import Buffer, Gpu, Launch, Stream
-from picaflor.backends.vulkan.factors import Factor, factor_for
+from picaflor.backends.vulkan.factors import Factor, factor_for, twins
 from picaflor.backends.vulkan.prepared import Prepared, Source
 from picaflor.backends.vulkan.products import COMBINE, inner_kernel, outer_kernel, tiles_kernel
 from picaflor.backends.vulkan.program import Moment, memory_of, stride_of
@@ -236,6 +236,7 @@ class ExpertCall:
             )
         ]
         gate, up, down = sides
+        twin = twins(self._work.gpu.tiling, gate.factor, up.factor)
         launches: tuple[list[Launch], list[Launch]] = ([], [])
         for bank, memory in enumerate(self._tier.banks):
             common = {
@@ -245,13 +246,14 @@ class ExpertCall:
             for which, (parts, out, rows) in enumerate(
                 (((gate, up), self._h, inner), ((down,), self._results, self._hidden))
             ):
-                factors = [part.factor for part in parts]
-                kernel = (
-                    inner_kernel(factors[0], factors[1], together, tiled)
-                    if which == 0
-                    else outer_kernel(factors[0], together, tiled)
-                )
-                buffers = [buffer for part in parts for buffer in part.buffers]
+                if which == 1:
+                    kernel = outer_kernel(down.factor, together, tiled)
+                elif twin is None:
+                    kernel = inner_kernel(gate.factor, up.factor, together, tiled)
+                else:
+                    kernel = inner_kernel(twin, None, together, tiled)
+                read = parts[:1] if twin is not None else parts
+                buffers = [buffer for part in read for buffer in part.buffers]
                 grids = any(part.factor.reader.format == "e8-iq3-lattice" for part in parts)
                 values = {**common, "rows": rows}
                 for part in parts:

@@ -8,7 +8,7 @@ lanes are the sixteen chains.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from picaflor.backends.vulkan.decode import SIZES, Reader, unbiased, vector_pairs
@@ -26,7 +26,8 @@ class Factor:
     """One matrix of a kernel: how it is read, how many planes of digits its activations have (0: float32), and its
     inputs per group where the kernel is made for that number alone (0: the uniform tells).
 
-    `teams`: parts of a workgroup that take rows of their own. `steps`: groups that a lane reads at once.
+    `teams`: parts of a workgroup that take rows of their own. `steps`: groups that a lane reads at once. `twin`: there
+    are two such matrices, whose results come side by side.
     """
 
     reader: Reader
@@ -35,6 +36,12 @@ class Factor:
     teams: int = 1
     steps: int = 1
     group: int = 0
+    twin: bool = False
+
+    @property
+    def numbers(self) -> range:
+        """Rows that a lane takes part in: those of its team, of the first matrix, then of the second."""
+        return range(self.tile.rows // self.teams * (2 if self.twin else 1))
 
     @property
     def bindings(self) -> tuple[Binding, ...]:
@@ -68,9 +75,19 @@ def factor_for(tiling: Tiling, tile: Tile, reader: Reader, planes: int, groups: 
     return Factor(reader, planes, tile, teams, steps, group)
 
 
+def twins(tiling: Tiling, first: Factor, second: Factor) -> Factor | None:
+    """Both as one, where they differ in nothing but their names and are of integers."""
+    named = replace(second, reader=replace(second.reader, prefix=first.reader.prefix))
+    if not tiling.twins or not first.planes or named != first:
+        return None
+    vectors = 2 * ceil_div(first.group, first.reader.at_once) * first.tile.rows // first.teams
+    steps = [number for number in range(1, first.steps + 1) if first.steps % number == 0]
+    return replace(first, twin=True, steps=max(n for n in steps if n == 1 or n * vectors <= MOST_VECTORS))
+
+
 def product(factor: Factor, together: int) -> str:
     """`fn product(lid, first_row, last, codes_at, scales_at, s) -> f32`: to lane `lid` the result of row `lid /
-    together` of the tile and row `s[lid % together]` of x."""
+    together` of the tile and row `s[lid % together]` of x. For a twin addresses and results are vec2."""
     return (_integer_product if factor.planes else _float_product)(factor, together)
 
 
@@ -79,7 +96,7 @@ def shared(factors: tuple[Factor, ...], together: int) -> str:
     text = []
     whole = [factor for factor in factors if factor.planes]
     if whole:
-        size = max(factor.tile.rows * together * _stride(factor) for factor in whole)
+        size = max(len(factor.numbers) * factor.teams * together * _stride(factor) for factor in whole)
         text.append(f"var<workgroup> terms: array<vec2<f32>, {size}>;\n")
     if len(whole) < len(factors):
         text.append(f"var<workgroup> part: array<f32, {together * LANES}>;\n")
@@ -92,25 +109,31 @@ def _stride(factor: Factor) -> int:
 
 
 def _head(factor: Factor, together: int) -> str:
-    return (f"fn {factor.reader.prefix}product(lid: u32, first_row: u32, last: u32, codes_at: u32, scales_at: u32, "
-            f"s: array<u32, {together}>) -> f32 {{")  # fmt: skip
+    at, out = ("vec2<u32>", "vec2<f32>") if factor.twin else ("u32", "f32")
+    return (f"fn {factor.reader.prefix}product(lid: u32, first_row: u32, last: u32, codes_at: {at}, scales_at: {at}, "
+            f"s: array<u32, {together}>) -> {out} {{")  # fmt: skip
+
+
+def _of(factor: Factor, address: str, r: int) -> str:
+    """The address of the matrix of a lane's row."""
+    return f"{address}.{'xy'[r // (factor.tile.rows // factor.teams)]}" if factor.twin else address
 
 
 def _integer_product(factor: Factor, together: int) -> str:
     x, rows, lanes = factor.reader.prefix, factor.tile.rows // factor.teams, factor.tile.lanes // factor.teams
     group, unit = _group(factor), 16 if factor.reader.wide else 4
     text = [_head(factor, together), f"let team = lid / {lanes}u; let lane = lid % {lanes}u;"]
-    for r in range(rows):
-        text.append(f"let row{r} = min(first_row + team * {rows}u + {r}u, last);")
-        text.append(f"let at{r} = codes_at + row{r} * p.{x}row_bytes;")
+    for r in factor.numbers:
+        text.append(f"let row{r} = min(first_row + team * {rows}u + {r % rows}u, last);")
+        text.append(f"let at{r} = {_of(factor, 'codes_at', r)} + row{r} * p.{x}row_bytes;")
     text.append(f"let line = p.{x}groups * ({group} / {unit}u);")
-    text.append("var y = 0.0;")
+    text.append("var y = 0.0; var z = 0.0;" if factor.twin else "var y = 0.0;")
     text.append(f"for (var first = 0u; first < p.{x}groups; first += {lanes * factor.steps}u) {{")
     for step in range(factor.steps):
         text += _terms_of_a_group(factor, together, step)
     text.append("workgroupBarrier();")
     text += _chain(factor, together)
-    text.append("workgroupBarrier();\n}\nreturn y;\n}\n")
+    text.append(f"workgroupBarrier();\n}}\nreturn {'vec2<f32>(y, z)' if factor.twin else 'y'};\n}}\n")
     return lines(text)
 
 
@@ -126,7 +149,7 @@ def _terms_of_a_group(factor: Factor, together: int, step: int) -> list[str]:
     number, last = f"first + {step * lanes}u + lane", f"p.{x}groups - 1u"
     alone = factor.steps == 1
     text = [f"if ({number} < p.{x}groups) {{ let g = {number};" if alone else f"{{ let g = min({number}, {last});"]
-    text += [f"var a{r}_{s}_{q} = 0;" for r in range(rows) for s in range(together) for q in range(planes)]
+    text += [f"var a{r}_{s}_{q} = 0;" for r in factor.numbers for s in range(together) for q in range(planes)]
     unit = 16 if reader.wide else 4
     text += [
         f"let d{s}_{q} = (s[{s}] * {planes}u + {q}u) * line + g * ({_group(factor)} / {unit}u);"
@@ -134,11 +157,15 @@ def _terms_of_a_group(factor: Factor, together: int, step: int) -> list[str]:
         for q in range(planes)
     ]
     text += [f"let xs{s} = {x}steps[s[{s}] * p.{x}groups + g];" for s in range(together)]
-    text += [f"let scale{r} = {x}scale(codes_at, scales_at, row{r}, g);" for r in range(rows)]
+    text += [
+        f"let scale{r} = {x}scale({_of(factor, 'codes_at', r)}, {_of(factor, 'scales_at', r)}, row{r}, g);"
+        for r in factor.numbers
+    ]
     text += _vector_dots(factor, together) if reader.wide else _word_dots(factor, together)
-    for r in range(rows):
+    for r in factor.numbers:
+        line = f"{r // rows * factor.tile.rows + r % rows}u + team * {rows}u"
         for s in range(together):
-            place = f"((team * {rows}u + {r}u) * {together}u + {s}u) * {_stride(factor)}u + {step * lanes}u + lane"
+            place = f"(({line}) * {together}u + {s}u) * {_stride(factor)}u + {step * lanes}u + lane"
             text.append(f"terms[{place}] = vec2<f32>({_dot(r, s, planes)}, scale{r} * xs{s});")
     return [*text, "}"]
 
@@ -146,7 +173,7 @@ def _terms_of_a_group(factor: Factor, together: int, step: int) -> list[str]:
 def _word_dots(factor: Factor, together: int) -> list[str]:
     """Eight inputs at a time."""
     x, planes = factor.reader.prefix, factor.planes
-    rows = range(factor.tile.rows // factor.teams)
+    rows = factor.numbers
     text = [f"for (var j = 0u; j < p.{x}group / 8u; j++) {{"]
     text += [f"let c{r} = {x}pair(at{r}, g * (p.{x}group / 8u) + j);" for r in rows]
     for s in range(together):
@@ -161,7 +188,7 @@ def _vector_dots(factor: Factor, together: int) -> list[str]:
     """Vectors of four words, all those of a group where they are few. Nibbles are taken as they lie, 0 to 15, and
     their bias times the sum of the digits is taken off: the same integers."""
     reader, planes = factor.reader, factor.planes
-    rows = range(factor.tile.rows // factor.teams)
+    rows = factor.numbers
     vectors = factor.group // reader.at_once
     at_once = vectors if vectors <= 4 else 2 - vectors % 2
     bias = unbiased(reader)
@@ -183,7 +210,7 @@ def _vector_dots(factor: Factor, together: int) -> list[str]:
 
 def _one_vector(factor: Factor, together: int, v: int, bias: int) -> list[str]:
     reader, x = factor.reader, factor.reader.prefix
-    rows = range(factor.tile.rows // factor.teams)
+    rows = factor.numbers
     wide = reader.at_once // 16
     words = {r: vector_pairs(reader, f"v{r}_{v}") for r in rows}
     text = [f"let c{r}_{v}_{k} = {word};" for r in rows for k, word in enumerate(words[r])]
@@ -213,18 +240,20 @@ AT_ONCE: Final = 8
 
 
 def _chain(factor: Factor, together: int) -> Sequence[str]:
-    """One lane per result: y = fma(dot, scales, y) over the groups in their order."""
-    held = factor.tile.lanes // factor.teams * factor.steps
+    """One lane per result: y = fma(dot, scales, y) over the groups in their order; z of a twin's second matrix."""
+    held, results = factor.tile.lanes // factor.teams * factor.steps, factor.tile.rows * together
+    chains = [("y", "lid"), ("z", f"(lid + {results}u)")][: 2 if factor.twin else 1]
     many = range(AT_ONCE)
     return (
-        f"if (lid < {factor.tile.rows * together}u) {{",
+        f"if (lid < {results}u) {{",
         f"let count = min({held}u, p.{factor.reader.prefix}groups - first);",
-        f"let from_at = lid * {_stride(factor)}u; var k = 0u;",
-        f"for (; k + {AT_ONCE}u <= count; k += {AT_ONCE}u) {{",
-        *(f"let t{n} = terms[from_at + k + {n}u];" for n in many),
-        *(f"y = fm(t{n}.x, t{n}.y, y);" for n in many),
-        "}",
-        "for (; k < count; k++) { let t = terms[from_at + k]; y = fm(t.x, t.y, y); }\n}",
+        *(f"let {y}_at = {line} * {_stride(factor)}u;" for y, line in chains),
+        f"var k = 0u;\nfor (; k + {AT_ONCE}u <= count; k += {AT_ONCE}u) {{",
+        *(f"let {y}{n} = terms[{y}_at + k + {n}u];" for n in many for y, _ in chains),
+        *(f"{y} = fm({y}{n}.x, {y}{n}.y, {y});" for n in many for y, _ in chains),
+        "}\nfor (; k < count; k++) {",
+        *(f"let {y}n = terms[{y}_at + k]; {y} = fm({y}n.x, {y}n.y, {y});" for y, _ in chains),
+        "}\n}",
     )
 
 

@@ -120,23 +120,31 @@ def _expert_bindings(factors: tuple[Factor, ...], out: str, tiled: bool) -> tupl
     )  # fmt: skip
 
 
+_SEPARATE: Final = """  let a = g_product(lid, row, p.rows - 1u, base + p.g_codes_at, base + p.g_scales_at, s);
+  let b = u_product(lid, row, p.rows - 1u, base + p.u_codes_at, base + p.u_scales_at, s);"""
+_AT_ONCE: Final = """  let codes_at = vec2<u32>(base) + vec2<u32>(p.g_codes_at, p.u_codes_at);
+  let scales_at = vec2<u32>(base) + vec2<u32>(p.g_scales_at, p.u_scales_at);
+  let both = g_product(lid, row, p.rows - 1u, codes_at, scales_at, s);
+  let a = both.x; let b = both.y;"""
+
+
 @lru_cache(maxsize=512)
-def inner_kernel(gate: Factor, up: Factor, together: int, tiled: bool) -> Kernel:
-    """h[pair] = silu(gate(x)) * up(x) for pairs (row, choice) whose expert lies in this bank."""
-    factors = (gate, up)
+def inner_kernel(gate: Factor, up: Factor | None, together: int, tiled: bool) -> Kernel:
+    """h[pair] = silu(gate(x)) * up(x) for pairs (row, choice) whose expert lies in this bank. Without `up`, `gate` is a
+    twin of both matrices."""
+    factors = (gate,) if up is None else (gate, up)
     body = (
         _functions(factors, together)
         + f"""
 fn run(wid: u32, lid: u32) {{
 {_pick(gate.tile, together, tiled, per_row=True)}
-  let a = g_product(lid, row, p.rows - 1u, base + p.g_codes_at, base + p.g_scales_at, s);
-  let b = u_product(lid, row, p.rows - 1u, base + p.u_codes_at, base + p.u_scales_at, s);
+{_AT_ONCE if up is None else _SEPARATE}
   if (live) {{ h[pairs[lid % {together}u] * p.rows + r] = silu(a) * b; }}
 }}
 """
     )
     addresses = tuple(f"{x}_{plane}_at" for x in "gu" for plane in ("codes", "scales"))
-    fields = (*gate.fields, *up.fields, *addresses, *_PLACES)
+    fields = (*(field for factor in factors for field in factor.fields), *addresses, *_PLACES)
     return Kernel("experts_inner", _expert_bindings(factors, "h", tiled), fields, body, gate.tile.lanes)
 
 

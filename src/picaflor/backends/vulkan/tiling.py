@@ -17,13 +17,14 @@ FLOAT_ROWS: Final = LANES // 16
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """`lanes` share a row; each of the `teams` of a workgroup has `rows` of its own; a lane reads up to `steps` groups
-    of inputs before it waits for the first.
+    of inputs before it waits for the first. `twins`: gate and up of an expert are multiplied at once.
     """
 
     lanes: int = 32
     rows: int = 4
     teams: int = 1
     steps: int = 3
+    twins: bool = True
 
 
 @dataclass(frozen=True, slots=True)
