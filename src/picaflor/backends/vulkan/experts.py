@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from picaflor.backends.api import ExpertLayout, MatrixLayout, Rows
-from picaflor.backends.vulkan.decode import Reader, aligned, needs, shape_of, wide
+from picaflor.backends.vulkan.decode import Reader, Shape, aligned, needs, shape_of, wide
 from picaflor.backends.vulkan.device import Buffer, Gpu, Launch, Stream
 from picaflor.backends.vulkan.factors import Factor, factor_for, twins
 from picaflor.backends.vulkan.prepared import Prepared, Source
@@ -236,7 +236,7 @@ class ExpertCall:
             )
         ]
         gate, up, down = sides
-        twin = twins(self._work.gpu.tiling, gate.factor, up.factor)
+        twin = twins(self._work.gpu.tiling, gate.factor, up.factor) if gate.shape == up.shape else None
         launches: tuple[list[Launch], list[Launch]] = ([], [])
         for bank, memory in enumerate(self._tier.banks):
             common = {
@@ -302,7 +302,7 @@ class ExpertCall:
             prefix + "x_at": source.start, prefix + "codes_at": codes, prefix + "scales_at": scales,
         }  # fmt: skip
         buffers = (source.memory,) if prepared is None else (prepared.digits, prepared.steps)
-        return _Side(factor, prepared, buffers, values)
+        return _Side(factor, shape, prepared, buffers, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +310,7 @@ class _Side:
     """One matrix of a kind: how it is computed, its activations, its part of the uniform."""
 
     factor: Factor
+    shape: Shape
     prepared: Prepared | None
     buffers: tuple[Buffer, ...]
     values: dict[str, int]

@@ -76,7 +76,7 @@ def factor_for(tiling: Tiling, tile: Tile, reader: Reader, planes: int, groups: 
 
 
 def twins(tiling: Tiling, first: Factor, second: Factor) -> Factor | None:
-    """Both as one, where they differ in nothing but their names and are of integers."""
+    """Both as one, where they differ in nothing but their names and are of integers. Their shapes must be equal."""
     named = replace(second, reader=replace(second.reader, prefix=first.reader.prefix))
     if not tiling.twins or not first.planes or named != first:
         return None
