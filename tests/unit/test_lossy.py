@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from picaflor import settings
 from picaflor.backends.api import Reduction
 from picaflor.backends.reduction import reduce_choices
 from picaflor.cli.app import run_command_line
 from picaflor.runtime import builtin
 from picaflor.runtime.engine import Engine, EngineOptions, SamplingOptions
 from picaflor.runtime.kvcache import Sequence
+from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.runner import Work
+from picaflor.settings import Settings
 from picaflor.telemetry.report import rows as report_rows
 
 IDS = np.random.default_rng(9).integers(0, 4084, 40).astype(np.int32)
@@ -60,6 +63,15 @@ def test_no_row_is_left_without_an_expert() -> None:
     found, values = reduced([[5, 2]], [[0.5, 0.5]], [True], loads=0)
     assert found == [[5, -1]]
     assert values.tolist() == [[1.0, 0.0]]
+
+
+def test_the_budget_is_off_and_its_switch_says_that_it_is_an_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().experimental_expert_budget is None
+    assert not Lossy().active
+    assert [name for name in settings.TABLE if "budget" in name] == ["experimental_expert_budget"]
+    for variable in ("EXPERT_BUDGET", "EXPERT_BUDGET_EXPERIMENTAL"):
+        monkeypatch.setenv(variable, "1")
+    assert settings.load("run", {"compat_env": True}).experimental_expert_budget is None
 
 
 def logits(options: EngineOptions, *, decoded: bool) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:

@@ -1,4 +1,4 @@
-"""What users of other engines suffered from with memory and processors (reports R27 to R30 and R70), as tests."""
+"""What users of other engines suffered from with memory and processors (reports R27 to R31 and R70), as tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from picaflor import cli
+from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.errors import ContextExceeded, OutOfBudget
 from picaflor.runtime import plan as planning
 from picaflor.runtime.engine import Engine, EngineOptions
@@ -109,6 +110,21 @@ def test_r30_a_long_session_stays_in_its_budget() -> None:
     assert record.memory.resident_experts <= slots < record.memory.all_experts
     assert record.decode.loads > 10 * slots  # they were evicted again and again
     assert held[1] - held[0] < 2 * MIB
+
+
+def test_r31_experts_that_fit_a_device_are_not_all_held_in_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with room for all of them: they pass through one slot per layer of the host."""
+    prompt, greedy = "The old house", SamplingOptions(max_tokens=8, temperature=0.0)
+    with Engine.open(None, EngineOptions(context=128)) as engine:
+        expected = [piece.token for piece in engine.generate(engine.tokenizer.encode(prompt), greedy)]
+    monkeypatch.setattr(CpuBackend, "takes_experts", lambda self, resident_bytes, expert_bytes: True)
+    with Engine.open(None, EngineOptions(context=128)) as engine:
+        ledger, store = engine.plan.ledger, engine.plan.store
+        assert store is not None
+        assert set(ledger.slots.values()) == {1}
+        (experts,) = [item.nbytes for item in ledger.items if item.name.startswith("expert slots")]
+        assert experts < engine.record().memory.all_expert_bytes / 10
+        assert [piece.token for piece in engine.generate(engine.tokenizer.encode(prompt), greedy)] == expected
 
 
 def test_r70_a_conversation_cannot_grow_beyond_its_cache() -> None:
