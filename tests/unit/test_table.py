@@ -110,6 +110,17 @@ def test_calls_that_fail_are_counted_told_once_and_strict() -> None:
     assert notices == [
         "gpu.segment failed: out of memory; cpu does this and all later such calls; to cure: --backend cpu"
     ]
+    table, notices = _table()
+    for layer in (0, 1, 1, 2):
+        table.select("matmul", "a", "cpu", what=f"layers.{layer}.q")
+    for number in range(8):
+        table.select("matmul", "b", "cpu", what=f"w{number}")
+    table.failed("cpu", "segment", reason="by request", instead="cpu-scalar", cure="do not ask")
+    table.failed("cpu", "matmul", reason="by request", instead="cpu-scalar", cure="do not ask")
+    assert notices == [
+        "cpu.segment failed: by request; used for a (layers.*.q in 3 layers), b (w0, w1, w2, w3, w4, w5, w6, w7); "
+        "cpu-scalar does this and all later such calls; to cure: do not ask"
+    ]
     table, notices = _table(strict=True)
     with pytest.raises(UnsupportedKernel, match=r"gpu\.segment failed: out of memory \(an error under --strict; --b"):
         table.failed("gpu", "segment", reason="out of memory", instead="cpu", cure="--backend cpu")

@@ -71,6 +71,7 @@ class CapabilityTable:
     _spares: dict[str, str] = field(default_factory=dict)
     _disabled: dict[Key, str] = field(default_factory=dict)
     _pending: dict[Cell, list[str]] = field(default_factory=dict)
+    _tensors: dict[str, dict[str, dict[str, None]]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
     def declare(self, cells: Iterable[Cell]) -> None:
@@ -161,11 +162,14 @@ class CapabilityTable:
             self.fallbacks[waived.name] += 1
             self._pending.setdefault(waived, []).append(what)
         self.engaged[cell.name] += 1
+        if what and format_name != NO_FORMAT:
+            self._tensors.setdefault(cell.backend, {}).setdefault(format_name, {})[what] = None
         return cell
 
     def failed(self, backend: str, call: str, *, reason: str, instead: str, cure: str) -> None:
         """A call of a selected kernel failed while running, and `instead` computes it: counted, told once by `reason`.
 
+        The line names every class of tensors, by format, that this backend was to compute with: later calls need them.
         Raises UnsupportedKernel under `strict`.
         """
         text = f"{backend}.{call} failed: {reason}"
@@ -174,7 +178,12 @@ class CapabilityTable:
         self.fallbacks[f"{backend}.{call}"] += 1
         if reason not in self._told:
             self._told.add(reason)
-            self._tell(f"{text}; {instead} does this and all later such calls; to cure: {cure}")
+            used = ", ".join(
+                f"{name} ({_classes(list(tensors), most=len(tensors))})"
+                for name, tensors in self._tensors.get(backend, {}).items()
+            )
+            used = f"; used for {used}" if used else ""
+            self._tell(f"{text}{used}; {instead} does this and all later such calls; to cure: {cure}")
 
     def announce(self) -> None:
         """Tell each fallback since the last call that was not told before: tensors, format, layers, cure; one line."""
@@ -201,7 +210,7 @@ def _waived(cell: Cell) -> str:
     return f"{cell.name} is waived to {cell.to}: {cell.reason}"
 
 
-def _classes(tensors: Sequence[str]) -> str:
+def _classes(tensors: Sequence[str], *, most: int = NAMED_CLASSES) -> str:
     """Names that differ in their numbers only are one class: `layers.*.q_proj in 4 layers, lm_head`."""
     found: dict[str, set[str]] = {}
     for name in tensors:
@@ -211,7 +220,7 @@ def _classes(tensors: Sequence[str]) -> str:
         return f"{len(tensors)} operation{'s' * (len(tensors) > 1)}"
     shown = [
         f"{name} in {len(members)} layer{'s' * (len(members) > 1)}" if "*" in name else name
-        for name, members in list(known.items())[:NAMED_CLASSES]
+        for name, members in list(known.items())[:most]
     ]
     more = len(known) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
