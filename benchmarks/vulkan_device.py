@@ -4,7 +4,7 @@
         [--tilings 32,4,1,3 ...] [--seconds 60] [--share 1/4]
 
 Prints one JSON object. `info`: adapter, limits, features. `speed`: bytes of weights per second of products and of a
-group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps), over more memory than a cache
+group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins), over more memory than a cache
 holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's greedy
 tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
 
@@ -42,7 +42,8 @@ HIDDEN, INNER, TOP_K = 6144, 2048, 8
 GROUP = 64
 ROTATE_BYTES = 600_000_000
 TILINGS = (
-    "32,4,1,3", "32,2,1,3", "32,4,1,1", "32,2,2,3", "32,4,2,3", "32,4,4,1", "32,8,1,1", "64,4,1,2", "32,1,4,3",
+    "32,4,1,3", "32,8,1,1", "32,2,1,3", "32,4,1,3,0", "32,4,4,1", "32,4,2,3", "64,4,1,2", "32,8,2,1", "32,4,1,1",
+    "16,4,2,3",
 )  # fmt: skip
 
 
@@ -274,11 +275,12 @@ def lines_of(products: Sequence[Products], experts: Experts, repeats: int, *, sh
         yield experts.timed(8, repeats=repeats)
 
 
-def part_speed(tilings: Sequence[str], seconds: float, *, quick: bool) -> Found:
-    """Copies, then the deciding lines of every tiling, then all lines of the best one."""
+def part_speed(tilings: Sequence[str], seconds: float, save: Callable[[Found], None], *, quick: bool) -> Found:
+    """Copies, then the deciding lines of every tiling, then all lines of the best one. `save` gets what is known after
+    each."""
     until = time.monotonic() + seconds
     gpu = open_gpu()
-    repeats, scale = (2, 16) if quick else (7, 1)
+    repeats, scale = (2, 16) if quick else (5, 1)
     copied = copies((16 << 20) if quick else (1 << 30), repeats)
     copy = max(value for name, value in copied.items() if name in ("commands", "kernel", "torch"))
     found: Found = {"copies": copied, "copy_bytes_per_s": copy, "tilings": {},
@@ -295,6 +297,7 @@ def part_speed(tilings: Sequence[str], seconds: float, *, quick: bool) -> Found:
             break
         gpu.tiling = Tiling(*map(int, text.split(",")))
         lines = found["tilings"][text] = list(_marked(lines_of(products, experts, repeats, short=True), copy, text))
+        save(found)
         best = max(best, (min(line["part_of_copy"] for line in lines if "in order" not in line["what"]), text))
     gpu.tiling = Tiling(*map(int, best[1].split(","))) if best[1] else default
     found["chosen"] = best[1]
@@ -399,7 +402,9 @@ def main() -> int:
 
     parts: dict[str, Callable[[], Found]] = {
         "info": part_info,
-        "speed": lambda: part_speed(options.tilings, options.seconds, quick=options.quick),
+        "speed": lambda: part_speed(
+            options.tilings, options.seconds, lambda values: save("speed", values), quick=options.quick
+        ),
         "verify": lambda: part_verify(options.seconds, options.share, lambda values: save("verify", values)),
         "model": lambda: part_model(quick=options.quick),
     }
