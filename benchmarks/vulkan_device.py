@@ -4,8 +4,8 @@
         [--tilings 32,4,1,3 ...] [--seconds 60] [--share 1/4]
 
 Prints one JSON object. `info`: adapter, limits, features. `speed`: bytes of weights per second of products and of a
-group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins), over more memory than a cache
-holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's greedy
+group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins), over more memory than a
+cache holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's greedy
 tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
 
 Times: launches are recorded before the clock starts; time of many rounds less that of one, over their number. The
@@ -275,6 +275,12 @@ def lines_of(products: Sequence[Products], experts: Experts, repeats: int, *, sh
         yield experts.timed(8, repeats=repeats)
 
 
+def tiling_of(text: str) -> Tiling:
+    """`lanes,rows,teams,steps`, then 0 where gate and up are to be multiplied one after the other."""
+    lanes, rows, teams, steps, *twins = map(int, text.split(","))
+    return Tiling(lanes, rows, teams, steps, bool(twins[0]) if twins else True)
+
+
 def part_speed(tilings: Sequence[str], seconds: float, save: Callable[[Found], None], *, quick: bool) -> Found:
     """Copies, then the deciding lines of every tiling, then all lines of the best one. `save` gets what is known after
     each."""
@@ -295,11 +301,11 @@ def part_speed(tilings: Sequence[str], seconds: float, save: Callable[[Found], N
     for text in tilings:
         if time.monotonic() > until:
             break
-        gpu.tiling = Tiling(*map(int, text.split(",")))
+        gpu.tiling = tiling_of(text)
         lines = found["tilings"][text] = list(_marked(lines_of(products, experts, repeats, short=True), copy, text))
         save(found)
         best = max(best, (min(line["part_of_copy"] for line in lines if "in order" not in line["what"]), text))
-    gpu.tiling = Tiling(*map(int, best[1].split(","))) if best[1] else default
+    gpu.tiling = tiling_of(best[1]) if best[1] else default
     found["chosen"] = best[1]
     if time.monotonic() < until:
         products += [Products(*shape) for shape in shapes[2:]]
