@@ -5,8 +5,8 @@
 
 Prints one JSON object. `info`: adapter, limits, features. `speed`: bytes of weights per second of products and of a
 group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins), over more memory than a
-cache holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's greedy
-tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
+cache holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's
+greedy tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
 
 Times: launches are recorded before the clock starts; time of many rounds less that of one, over their number. The
 waiting of each launch for the one before is in them (`in order`: all write to the same rows), or not (`apart`).
