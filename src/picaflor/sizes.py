@@ -47,3 +47,8 @@ def format_bytes(size: int) -> str:
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
     text = f"{value:.{digits}f}"
     return f"{text.rstrip('0').rstrip('.') if digits else text} {_LETTERS[power]}iB"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate with three digits, or with all before the point: "0.0123", "24.1", "1940"."""
+    return f"{per_second:.3g}" if per_second < 999.5 else f"{per_second:.0f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from picaflor.errors import UsageError
-from picaflor.sizes import format_bytes, parse_bytes
+from picaflor.sizes import format_bytes, format_rate, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,11 @@ def test_too_large() -> None:
 )
 def test_format(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [(0.01234, "0.0123"), (24.06, "24.1"), (628.4, "628"), (999.4, "999"), (999.6, "1000"), (1943.7, "1944")],
+)
+def test_format_rate(rate: float, text: str) -> None:
+    assert format_rate(rate) == text

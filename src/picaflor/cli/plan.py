@@ -15,7 +15,7 @@ import click
 from picaflor import settings as table
 from picaflor.cli.model import DEMO_LINE, engine_options, model_path
 from picaflor.settings import Settings
-from picaflor.sizes import format_bytes
+from picaflor.sizes import format_bytes, format_rate
 
 if TYPE_CHECKING:
     from picaflor.runtime.forecast import Change, Forecast
@@ -184,10 +184,10 @@ def _speed_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("routes", record["routes"]))
     if speed is None:
         best = record["all_in_memory"]["tokens_per_s"]
-        found.append(("speed", f"unknown without the disk's rate (--disk-rate); at most {best:.3g} tok/s"))
+        found.append(("speed", f"unknown without the disk's rate (--disk-rate); at most {format_rate(best)} tok/s"))
         return found
     parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in speed["seconds"].items() if value)
-    text = f"{speed['tokens_per_s']:.3g} tok/s: {parts}"
+    text = f"{format_rate(speed['tokens_per_s'])} tok/s: {parts}"
     if speed["read_bytes_per_token"]:
         text += f"; hit rate {speed['hit_rate']:.1%}, {speed['read_bytes_per_token'] / 1e6:.1f} MB read per token"
     found.append(("speed", text))
@@ -200,4 +200,4 @@ def _change_text(change: dict[str, Any], now: dict[str, Any] | None) -> str:
         return f"{change['change']}: {change['note'] or 'unknown without the disk rate'}"
     rate = change["speed"]["tokens_per_s"]
     gain = f" ({rate / now['tokens_per_s'] - 1:+.0%})" if now else ""
-    return f"{change['change']}: {rate:.3g} tok/s{gain}{note}"
+    return f"{change['change']}: {format_rate(rate)} tok/s{gain}{note}"

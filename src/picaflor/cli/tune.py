@@ -18,6 +18,7 @@ from picaflor import settings as table
 from picaflor.cli.model import DEMO_LINE, Progress, counted, engine_options, model_path, tuned_file
 from picaflor.errors import PicaflorError, UsageError
 from picaflor.settings import Settings
+from picaflor.sizes import format_rate
 
 if TYPE_CHECKING:
     from picaflor.runtime.engine import Engine, EngineOptions
@@ -125,4 +126,4 @@ def _print(name: str, found: Tuned, where: Path) -> None:
         print(f"{in_words({step.option: step.value})}: {gains}, noise {step.noise:.1%}: {words}")
     kept = in_words(found.options) or "nothing: the defaults are as fast as anything that was tried"
     print(f"{name}: {counted(len(found.steps), 'candidate')} tried, kept {kept}")
-    print(f"{found.before:.3g} tokens/s before, {found.after:.3g} now; in {where}")
+    print(f"{format_rate(found.before)} tokens/s before, {format_rate(found.after)} now; in {where}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from picaflor.sizes import format_rate
 from picaflor.telemetry.names import WEIGHT_CLASSES
 from picaflor.telemetry.record import Phase, Record
 
@@ -133,8 +134,8 @@ def _more_memory(record: Record, phase: Phase) -> str:
     while extra < missing and _speed_with(phase, extra / missing) < WORTH_IT * phase.tokens_per_s:
         extra *= 2
     if extra >= missing:
-        return f"{missing / 1e9:.1f} GB more RAM would hold all experts and give about {_speed_with(phase, 1.0):.3g}"
-    return f"{extra / 1e9:.0f} GB more RAM would give about {_speed_with(phase, extra / missing):.3g}"
+        return f"{missing / 1e9:.1f} GB more RAM would hold all experts and give about {format_rate(_speed_with(phase, 1.0))}"
+    return f"{extra / 1e9:.0f} GB more RAM would give about {format_rate(_speed_with(phase, extra / missing))}"
 
 
 def _speed_with(phase: Phase, part: float) -> float:
