@@ -134,7 +134,8 @@ def _more_memory(record: Record, phase: Phase) -> str:
     while extra < missing and _speed_with(phase, extra / missing) < WORTH_IT * phase.tokens_per_s:
         extra *= 2
     if extra >= missing:
-        return f"{missing / 1e9:.1f} GB more RAM would hold all experts and give about {format_rate(_speed_with(phase, 1.0))}"
+        most = format_rate(_speed_with(phase, 1.0))
+        return f"{missing / 1e9:.1f} GB more RAM would hold all experts and give about {most}"
     return f"{extra / 1e9:.0f} GB more RAM would give about {format_rate(_speed_with(phase, extra / missing))}"
 
 
