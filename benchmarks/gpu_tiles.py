@@ -15,19 +15,33 @@ from typing import Any
 
 import gpu_products as products
 import torch
+import triton
+import triton.language as tl
 
 from picaflor.backends.cuda import formats, matmul, prepare
+from picaflor.backends.cuda import products as kernels
 from picaflor.backends.cuda.tiles import ManyTile
 
 ROWS = 512
+FEW_TILES = 6
+"""Of the list below, with `--conversions`."""
 SHAPES = ((2048, 6144), (6144, 2048), (16384, 6144))
 TILES = [
-    ManyTile(64, 128, 2, 3), ManyTile(64, 128, 1, 3), ManyTile(64, 128, 1, 2), ManyTile(64, 128, 2, 2),
-    ManyTile(64, 64, 1, 3), ManyTile(64, 64, 2, 3), ManyTile(64, 64, 1, 4), ManyTile(64, 64, 2, 2),
-    ManyTile(128, 64, 1, 3), ManyTile(128, 64, 2, 3), ManyTile(128, 64, 1, 3, 8), ManyTile(128, 128, 1, 3, 8),
+    ManyTile(64, 128, 2, 3), ManyTile(64, 128, 1, 3), ManyTile(64, 64, 1, 3), ManyTile(64, 64, 2, 3),
+    ManyTile(128, 128, 1, 3, 8), ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 2), ManyTile(64, 128, 2, 2),
+    ManyTile(64, 64, 1, 4), ManyTile(64, 64, 2, 2), ManyTile(128, 64, 2, 3), ManyTile(128, 64, 1, 3, 8),
     ManyTile(128, 128, 2, 3, 8), ManyTile(64, 256, 1, 3, 8), ManyTile(64, 256, 1, 3), ManyTile(64, 32, 1, 4),
     ManyTile(128, 256, 1, 3, 8), ManyTile(64, 128, 4, 2), ManyTile(64, 64, 4, 2), ManyTile(64, 128, 1, 4),
 ]  # fmt: skip
+
+
+@triton.jit
+def converted(first, second, third, PLANES: tl.constexpr):
+    """`joined` by conversions, for comparison."""
+    if PLANES == 1:
+        return first.to(tl.float32)
+    else:
+        return (first * 256 + second).to(tl.float32)
 
 
 def held(rows: int, cols: int, copies: int) -> list[Any]:
@@ -44,9 +58,11 @@ def prepared(cols: int, precision: str) -> prepare.Prepared:
     return prepare.prepare(torch.randn(ROWS, cols, device="cuda"), needs)
 
 
-def compile_one(job: tuple[int, str]) -> str:
+def compile_one(job: tuple[int, str, bool]) -> str:
     """Run one tile once, so that its code is kept; the reason where it cannot run."""
-    number, precision = job
+    number, precision, conversions = job
+    if conversions:
+        kernels.joined = converted
     rows, cols = SHAPES[0]
     try:
         out = torch.empty(ROWS, rows, device="cuda")
@@ -62,10 +78,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--conversions", action="store_true", help="few tiles, integers converted to floats")
     words = parser.parse_args()
-    jobs = [(number, precision) for number in range(len(TILES)) for precision in ("standard", "fast")]
+    count = FEW_TILES if words.conversions else len(TILES)
+    jobs = [(number, precision, words.conversions) for number in range(count) for precision in ("standard", "fast")]
     with multiprocessing.get_context("spawn").Pool(words.workers) as pool:
-        reasons = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True))
+        told = pool.map(compile_one, jobs, chunksize=1)
+    reasons = {job[:2]: reason for job, reason in zip(jobs, told, strict=True)}
+    if words.conversions:
+        kernels.joined = converted
     rate = products.matrix_rate()
     lines = []
     for rows, cols in SHAPES:
@@ -75,7 +96,7 @@ def main() -> None:
             matmul.launch_many(x, matrices[0], out, ROWS)
             expected = out.clone()
             found = []
-            for number, tile in enumerate(TILES):
+            for number, tile in enumerate(TILES[:count]):
                 if reasons[number, precision]:
                     continue
                 out.fill_(float("nan"))
@@ -92,7 +113,7 @@ def main() -> None:
     reasons_said = {f"{TILES[number]} {precision}": reason for (number, precision), reason in reasons.items() if reason}
     if words.out is not None:
         record = {"bf16_tflop_per_s": rate, "shapes": lines, "not_run": reasons_said}
-        (words.out / "gpu_tiles.json").write_text(json.dumps(record, indent=1))
+        (words.out / f"gpu_tiles{'_conversions' * words.conversions}.json").write_text(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

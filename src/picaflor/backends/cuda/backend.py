@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 import picaflor._native as _native
@@ -29,6 +30,7 @@ from picaflor.backends.host import HostTwin
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
+from picaflor.sizes import format_bytes
 
 PRECISIONS: Final = ("fast", "standard", "exact")
 INTERPRETER: Final = "interpreter"
@@ -107,6 +109,18 @@ class CudaBackend:
         self.tier = ExpertTier(self.device, precision, free=self._free_bytes, notice=self._tell)
         self._recorders: list[CudaRecorder] = []
         self._sampled = False
+
+    @property
+    def described(self) -> str:
+        """The device in words: name, architecture, memory, what drives it."""
+        versions = f"torch {torch.__version__}, Triton {triton.__version__}"
+        if self.device.type == "cpu":
+            return f"{self.isa} of Triton on the CPU, no device ({versions})"
+        free, total = torch.cuda.mem_get_info(self.device)
+        name = torch.cuda.get_device_properties(self.device).name
+        words = f"{name}, {self.isa}, {format_bytes(free)} of {format_bytes(total)} free"
+        others = torch.cuda.device_count() - 1
+        return f"{words} ({versions})" + f"; {others} more not used" * bool(others)
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Zeroed host memory, untouched until written, with 64 more readable bytes behind it."""

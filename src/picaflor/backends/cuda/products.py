@@ -17,14 +17,22 @@ from picaflor.backends.cuda.vectors import vector_rows, wait_for_the_last
 
 
 @triton.jit
+def small_float(d):
+    """float32 of an int32 up to 2^22 in magnitude, exact: the addition shifts it into a float's lowest bits. Units that
+    convert are few on a GPU, those that add are many."""
+    return (d + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+
+
+@triton.jit
 def joined(first, second, third, PLANES: tl.constexpr):
-    """The float32 of a group's integer dots, top plane first (contracts.md); unused ones are ignored."""
+    """The float32 of a group's integer dots, top plane first (contracts.md); unused ones are ignored. A group has 256
+    codes at most, so one plane's dot is no more than 2^22; joining two rounds once, as a conversion would."""
     if PLANES == 1:
-        return first.to(tl.float32)
+        return small_float(first)
     elif PLANES == 2:
-        return (first * 256 + second).to(tl.float32)
+        return tl.fma(small_float(first), 256.0, small_float(second))
     else:
-        return tl.fma(first.to(tl.float32), 65536.0, (second * 256 + third).to(tl.float32))
+        return tl.fma(small_float(first), 65536.0, tl.fma(small_float(second), 256.0, small_float(third)))
 
 
 @triton.jit
