@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import IDS, cpu_logits, logits, opened, same_bits
+from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch
 
 from picaflor.errors import OutOfBudget, UnsupportedKernel
 from picaflor.runtime.kvcache import Sequence
@@ -36,6 +36,24 @@ def test_a_model_that_is_all_on_the_device(expected: Any) -> None:
         assert engine.record().fallbacks == {}
         assert engine.record().kernels["cuda.expert_ffn.int4-grouped"] == 2
         assert engine.plan.ledger.slots == dict.fromkeys(engine.plan.ledger.slots, 1)
+        seconds = engine.plan.forward.program.seconds()
+        assert all(seconds[name] > 0 for name in ("attention", "matmul", "experts", "router", "head")), seconds
+        assert not any(engine.plan.forward.program.seconds().values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captured graphs need a GPU")
+def test_replayed_graphs_tell_their_classes() -> None:
+    ids = np.arange(3, 33, dtype=np.int32)
+    wanted = cpu_logits(GLM, ids)
+    with opened(GLM, backend="cuda") as engine:
+        program: Any = engine.plan.forward.program
+        for _ in range(4):
+            assert same_bits(logits(engine, ids, chunk=1), wanted)
+        program.seconds()
+        assert same_bits(logits(engine, ids, chunk=1), wanted)
+        seconds = program.seconds()
+    assert program.replays > 100
+    assert all(seconds[name] > 0 for name in ("attention", "matmul", "experts", "router", "head")), seconds
 
 
 def test_grouped_query_attention() -> None:

@@ -393,6 +393,8 @@ class Engine:
             if name in TIME_CLASSES
         }
         seconds["read_wait"] = end.store.wait_s - start.store.wait_s
+        if self.plan.backend.on_device:  # its clock runs on while it has nothing to do
+            seconds["experts"] = max(0.0, seconds.get("experts", 0.0) - seconds["read_wait"])
         seconds["sampling"] = sampling_s
         service_s = end.store.service_s - start.store.service_s
         known = start.storage_bytes is not None and end.storage_bytes is not None

@@ -6,7 +6,7 @@ Knows batches, buffers of torch and steps; must not know what a step computes, f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.cuda.attention import BLOCK_KEYS
+from picaflor.backends.cuda.clock import Clock
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 PINNED_BYTES: Final = 4 << 20
 """Most bytes of a result that come to the host through pinned memory, which is kept for the next one."""
+MEASURED_REPLAY: Final = 64
+"""The replay of a graph in which its classes of work are timed: by a graph of its own with marks between them."""
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""
 EXPERTS: Final = "expert_ffn"
@@ -67,10 +70,16 @@ class Step:
 
 @dataclass(slots=True)
 class Part:
-    """Steps that run together, and their graph for one size of batch; None until it was captured."""
+    """Steps that run together, and their graph for one size of batch; None until it was captured.
+
+    `replays` counts since the last question for seconds, `lasts` are a replay's seconds by class, once measured.
+    """
 
     steps: Sequence[Step]
     captured: Any = None
+    age: int = 0
+    replays: int = 0
+    lasts: Mapping[str, float] = field(default_factory=dict)
 
 
 def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
@@ -224,6 +233,7 @@ class CudaProgram:
         self._graphs: dict[tuple[int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
+        self._clock = Clock(batches.device)
         self._written: dict[tuple[int, int], tuple[Rows, F32]] = {}
         self._pinned: dict[tuple[int, int, int], Tensor] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
@@ -290,23 +300,42 @@ class CudaProgram:
             if not whole and part.steps[0].op == EXPERTS:
                 self._launch(wide, part.steps)
                 continue
+            part.age += 1
+            part.replays += 1
+            self.replays += 1
             if part.captured is None:
-                part.captured = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(part.captured, pool=self._batches.pool()):
-                    self._launch(wide, part.steps)
+                part.captured = self._captured(wide, part.steps, None)
                 part.captured.replay()
+            elif part.age == MEASURED_REPLAY and not torch.version.hip:
+                clock = Clock(self._batches.device, captured=True)
+                self._captured(wide, part.steps, clock).replay()
+                part.lasts = clock.take()
             else:
                 part.captured.replay()
                 for step in part.steps:  # while the device computes
                     self._allowed(step.op)
-            self.replays += 1
+
+    def _captured(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> Any:
+        """A graph of these steps; nothing is computed yet."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._batches.pool()):
+            self._put(frame, steps, clock)
+        return graph
 
     def _launch(self, frame: Frame, steps: Sequence[Step]) -> None:
+        self._put(frame, steps, self._clock)
+
+    def _put(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> None:
+        """Give the steps to the device, with marks where a class begins."""
         for step in steps:
             space = frame.outputs if step.outputs else frame.rows
             if space.count:
                 self._allowed(step.op)
+                if clock is not None:
+                    clock.mark(step.kind)
                 step.run(frame, space)
+        if clock is not None:
+            clock.mark("")
 
     def view(self, rows: Rows, count: int) -> NDArray[Any]:
         """The first `count` rows `[count, width]`, copied to the host."""
@@ -341,6 +370,18 @@ class CudaProgram:
             rows.handle.view(rows)[: len(kept)].copy_(torch.from_numpy(kept))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of host time since the last call; the device's classes are not told apart."""
+        """Seconds since the last call: the device's by class, the rest of the host's as `other`.
+
+        Replayed graphs count with what one replay was measured to take, with nothing before that.
+        """
         taken, self._seconds = self._seconds, dict.fromkeys(CLASSES, 0.0)
+        found = dict(self._clock.take())
+        for part in (part for parts in self._graphs.values() for part in parts):
+            for kind, seconds in part.lasts.items():
+                found[kind] = found.get(kind, 0.0) + part.replays * seconds
+            part.replays = 0
+        for kind, seconds in found.items():
+            taken[kind] += seconds
+            if kind != "other":
+                taken["other"] = max(0.0, taken["other"] - seconds)
         return taken
