@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from picaflor import cli
+from picaflor.container.index import Container
 from picaflor.errors import UsageError
-from picaflor.runtime import builtin
+from picaflor.runtime import bench, builtin
 from picaflor.runtime.engine import Engine, EngineOptions
 
 QWEN = Path(__file__).parent.parent / "data" / "families" / "qwen3_moe_tiny"
@@ -154,3 +155,39 @@ def test_commands_on_a_model_whose_shards_lie_elsewhere(
     assert "no *.safetensors file here" in "".join(capsys.readouterr())
     assert cli.main([*words, "--split", str(other)]) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "", "x"), ("plan", ""), ("inspect", ""), ("convert", "", "out"), ("convert", "src", "")]
+)
+def test_an_empty_name_is_not_the_current_folder(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert "'': the name is empty; give a directory, . for the current one" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a model was opened")
+
+    monkeypatch.setattr(Container, "open", refuse)
+    for path, why in ((tmp_path, "it is a directory"), (tmp_path / "no" / "file", "its directory does not exist")):
+        assert cli.main([*RUN, "--record-routes", str(path)]) == 1
+        assert f"{path}: routes cannot be written there: {why}" in capsys.readouterr().err
+    assert cli.main(["tune", "--tuned-file", str(tmp_path)]) == 2
+    assert f"--tuned-file {tmp_path}: is a directory; give a file" in capsys.readouterr().err
+
+
+def test_a_quality_record_is_read_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was measured")
+
+    monkeypatch.setattr(bench, "measure_decode", refuse)
+    record = tmp_path / "record.json"
+    record.write_text('{"model": "tiny-glm"}')
+    words = ["bench", "decode", str(builtin.folder()), "--router-top-p", "0.5", "--quality-record", str(record)]
+    assert cli.main(words) == 2
+    assert f"--quality-record {record}: no figures mean_kl, " in capsys.readouterr().err

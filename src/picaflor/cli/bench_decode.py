@@ -71,6 +71,7 @@ def command(
     _check_context(prompt_tokens, tokens, settings.ctx or DEFAULT_CONTEXT)
     with open_engine(model, settings) as engine:
         _check_context(prompt_tokens, tokens, engine.context)
+        earlier = _earlier_quality(engine, quality_record)
         if engine.plan.backend.on_device:
             raise UsageError(f"bench decode measures the CPU; {engine.plan.backend.name}: benchmarks/gpu_runtime.py")
         ids = _token_ids(engine, prompt_tokens + tokens, seed, text)
@@ -85,7 +86,7 @@ def command(
         )
         line.clear()
         record = _record(engine, bench, prompt_tokens, seed if text is None else None, note)
-        record |= _quality(engine, ids, prompt_tokens, quality_record)
+        record |= _quality(engine, ids, prompt_tokens, earlier)
     if settings.json:
         print(json.dumps(record))
     else:
@@ -109,17 +110,21 @@ def _check_quality(settings: Settings, text: Path | None, quality_record: Path |
         )
 
 
-def _quality(engine: Engine, ids: list[int], prompt_tokens: int, quality_record: Path | None) -> dict[str, Any]:
-    """The active lossy modes and their damage; nothing where none is active."""
+def _earlier_quality(engine: Engine, quality_record: Path | None) -> dict[str, Any] | None:
+    """The quality figures of an earlier record, read before anything is measured. Raises UsageError."""
     from picaflor.runtime.damage import read_record
 
+    if quality_record is None:
+        return None
+    return read_record(quality_record, model=engine.name, modes=engine.plan.lossy.names())
+
+
+def _quality(engine: Engine, ids: list[int], prompt_tokens: int, earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """The active lossy modes and their damage; nothing where none is active."""
     modes = engine.plan.lossy.names()
     if not modes:
         return {}
-    if quality_record is not None:
-        quality = read_record(quality_record, model=engine.name, modes=modes)
-    else:
-        quality = engine.measure_damage(ids[:prompt_tokens], ids[prompt_tokens:]).record()
+    quality = earlier or engine.measure_damage(ids[:prompt_tokens], ids[prompt_tokens:]).record()
     return {"lossy_modes": list(modes), "quality": quality}
 
 

@@ -110,7 +110,8 @@ def _disk_file(path: str | None, folder: Path | None, size: int, line: Progress)
         elif found.is_file():
             yield DiskFile(found)
         else:
-            raise BadContainer(f"{path}: no such file or directory")
+            what = "neither a file nor a directory" if found.exists() else "no such file or directory"
+            raise BadContainer(f"{path}: {what}")
         return
     where = Path.cwd() if folder is None else folder
     if not where.is_dir():

@@ -15,7 +15,7 @@ import click
 
 from picaflor import option_kinds
 from picaflor import settings as table
-from picaflor.cli.model import Progress, counted, split_folders
+from picaflor.cli.model import Progress, check_named, counted, split_folders
 from picaflor.errors import UsageError
 from picaflor.settings import Settings
 from picaflor.sizes import format_bytes
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("source_word", metavar="SRC")
+@click.argument("out_word", metavar="OUT")
 @click.option(
     "--relayout", is_flag=True, help="Copy a container byte for byte into the file order of one read per expert."
 )
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @table.options("convert")
 def command(
-    source: Path,
-    out: Path,
+    source_word: str,
+    out_word: str,
     relayout: bool,
     experts: str | None,
     resident: str | None,
@@ -64,6 +64,9 @@ def command(
 
     Exit code 1 of --dry-run where the disk has no room for it.
     """
+    check_named(source_word, "SRC")
+    check_named(out_word, "OUT")
+    source, out = Path(source_word), Path(out_word)
     line = Progress()
     started = time.monotonic()
     common = {

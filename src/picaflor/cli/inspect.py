@@ -44,12 +44,14 @@ def command(model: str | None, tensors: bool, deep: bool, extra_dirs: tuple[Path
 
     Exit code 1 when the model would not load.
     """
-    from picaflor.cli.model import DEMO_LINE, Progress, split_folders
+    from picaflor.cli.model import DEMO_LINE, Progress, check_named, split_folders
     from picaflor.container.index import Container
     from picaflor.runtime import builtin
     from picaflor.runtime.inspection import inspect_container, refuse
     from picaflor.runtime.inspection_deep import read_everything
 
+    if model is not None:
+        check_named(model)
     path = builtin.folder() if model is None else Path(model).expanduser()
     folders = (*extra_dirs, *split_folders(settings))
     with Container.open(path, extra_dirs=folders, allow_missing=True) as container:

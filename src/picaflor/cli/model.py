@@ -74,11 +74,18 @@ def model_path(word: str | None) -> Path | None:
     """The model's place on disk, None for the built-in one. Raises BadContainer where there is nothing."""
     if word is None:
         return None
+    check_named(word)
     path = Path(word).expanduser()
     if not path.exists():
         hub = "; models are not fetched from a hub, download it first" if _HUB_ID.fullmatch(word) else ""
         raise BadContainer(f"model {word}: no such directory{hub}")
     return path
+
+
+def check_named(word: str, what: str = "model") -> None:
+    """Raises UsageError for an empty name, which would mean the current folder (an unset variable of the shell)."""
+    if not word:
+        raise UsageError(f"{what} '': the name is empty; give a directory, . for the current one")
 
 
 def read_prompt(word: str) -> str:

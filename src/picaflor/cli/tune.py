@@ -43,6 +43,11 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     if path is None:
         print(DEMO_LINE, file=sys.stderr, flush=True)
     line = Progress()
+    where = tuned_file(settings)
+    if where is None:
+        raise PicaflorError("no folder for state: set XDG_STATE_HOME or HOME, or give --tuned-file")
+    if where.is_dir():
+        raise UsageError(f"--tuned-file {where}: is a directory; give a file")
     base = replace(engine_options(settings), tuned={})
     with _open(path, base) as engine:
         key = key_of(engine.plan.model, engine.plan.index)
@@ -59,9 +64,6 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
 
     found = search(wanted, measure, applies=applies, progress=lambda done, total: line("comparing", done, total))
     line.clear()
-    where = tuned_file(settings)
-    if where is None:
-        raise PicaflorError("no folder for state: set XDG_STATE_HOME or HOME, or give --tuned-file")
     entry = _entry(name, found)
     if not StateFile(where, warn=line.warn).put(key, entry):
         raise PicaflorError(f"{where}: the tuned options could not be kept")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from picaflor.container.index import Container
 from picaflor.container.strict_json import show_path
-from picaflor.errors import UsageError
+from picaflor.errors import UsageError, WriteFailed
 from picaflor.formats.int4_grouped import NAME as GROUPED
 from picaflor.models.base import Model
 from picaflor.models.config import Notices
@@ -33,6 +33,17 @@ def check_latents(options: EngineOptions, model: Model) -> None:
     """Raises UsageError for an eps of latents where the model has none."""
     if options.latent_norm_eps is not None and not any(plane.name == LATENT for plane in model.planes()):
         raise UsageError(f"--latent-norm-eps: {model.family} has no latents; leave it out")
+
+
+def check_routes_file(options: EngineOptions) -> None:
+    """Raises WriteFailed where routes cannot be recorded, before a weight is read."""
+    path = options.record_routes
+    if path is None:
+        return
+    if path.is_dir():
+        raise WriteFailed(f"{show_path(path)}: routes cannot be written there: it is a directory")
+    if not path.absolute().parent.is_dir():
+        raise WriteFailed(f"{show_path(path)}: routes cannot be written there: its directory does not exist")
 
 
 def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, notices: Notices) -> None:

@@ -325,6 +325,7 @@ def _padded(nbytes: int) -> int:
 
 def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
     """Open, check, plan and load a model. Raises what errors.py names; nothing stays open then."""
+    checks.check_routes_file(options)
     container = Container.open(path, extra_dirs=options.split)
     store: ExpertStore | MappedStore | None = None
     try:
