@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from picaflor.store.policy.auto import AutoPolicies, Contest
+from picaflor.store.policy.auto import LOOK, PAUSE, SOON, WARM, WATCH, AutoPolicies, AutoPolicy, Contest
 from picaflor.store.policy.base import DECLINED, LayerCache, Policy
 from picaflor.store.policy.choose import NAMES, candidates, policies, policy_nbytes
 from picaflor.store.policy.ranked import RankedPolicy, lru
@@ -230,6 +231,44 @@ def test_auto_drops_nothing_when_it_switches() -> None:
     for (before, old), (after, new) in itertools.pairwise(seen):
         if before != after:
             assert len(old - new) <= 2  # what two requests may evict, and no more
+
+
+def test_shadows_pause_and_are_woken() -> None:
+    """While nothing changes they watch a part of the time; when less is found they look at once, and learn what they
+    missed."""
+    factory = policies("auto", start="heat 256")
+    assert isinstance(factory, AutoPolicies)
+    contest = factory.contest
+
+    def watching() -> bool:
+        return contest.watching
+
+    policy = factory(LayerCache(0, 4, 24, None))
+    assert isinstance(policy, AutoPolicy)
+    held: set[int] = set()
+    for _ in range(WATCH - 1):
+        serve(policy, held, 4, 0, 1, 2, 3)
+    assert watching()
+    watched = 0
+    for _ in range(4 * (PAUSE + LOOK)):
+        serve(policy, held, 4, 0, 1, 2, 3)
+        watched += watching()
+    assert watched == pytest.approx(4 * LOOK, abs=8)
+    while watching():
+        serve(policy, held, 4, 0, 1, 2, 3)
+    assert policy.in_force == "heat 256"
+    waited = remembered = 0
+    while not watching():  # what was hot is over: other experts, each asked for over a while
+        remembered = len(policy._paused)
+        serve(policy, held, 4, *(4 + (waited // 3 + k) % 20 for k in range(3)))
+        waited += 1
+    assert 2 < waited < SOON
+    assert waited - 1 <= remembered <= waited
+    assert contest.switches == 0
+    for step in range(WARM + 200):
+        serve(policy, held, 4, *(4 + (step // 3 + k) % 20 for k in range(3)))
+    assert policy._paused == deque()
+    assert policy.in_force in ("lru", "forecast", "heat 16")
 
 
 def test_names() -> None:

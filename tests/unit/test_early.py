@@ -12,7 +12,7 @@ from picaflor.backends.reference import route
 from picaflor.formats import REGISTRY
 
 HIDDEN, EXPERTS, TOP = 64, 24, 6
-TOLD = 4  # 5/8 of them, rounded up
+TOLD = 3  # half of them
 
 
 def spec(score: str, groups: int = 1, top_groups: int = 1) -> RouterSpec:

@@ -21,7 +21,7 @@ from picaflor.formats.base import F32
 MOST_ROWS: Final = 4
 """Rows of a step for which experts are told early; a prompt chooses nearly all of them anyway."""
 
-LIKELY: Final = 5 / 8
+LIKELY: Final = 1 / 2
 """Part of a layer's choices that is told: the likeliest are right nine times in ten, the last hardly every second."""
 
 

@@ -3,10 +3,14 @@
 Knows expert ids; must not know slots, memory, clocks or files. A shadow is a set of ids that a cache with that policy
 would hold; it costs no memory worth naming and reads nothing. The contest is one for all layers of a store, so that a
 few dozen tokens tell. Another policy in force drops nothing: it only chooses the next victims.
+
+Shadows take a fifth of a fast token's time. Where the same policy has been in force for long they pause, and are woken
+from time to time, or when fewer experts are found than while they watched.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from picaflor.store.policy.base import LayerCache
@@ -21,6 +25,18 @@ MARGIN = 0.005
 """Part of its hits by which a candidate must be better than the one in force."""
 HEAD_START = 4.0
 """Hits per layer that it must be better by besides."""
+WATCH = 1024
+"""Requests of a layer without another policy in force after which shadows pause."""
+PAUSE = 2048
+"""Requests of a layer that they pause for."""
+WARM, LOOK = 128, 256
+"""Requests of a layer until the hits of shadows that have paused count again; until they pause again."""
+FEWER = 0.04
+"""Part of the experts asked for that may be found less often than before a pause ends."""
+SOON = 64.0
+"""Requests of a layer over which that is averaged in a pause."""
+REMEMBERED = 256
+"""Requests that rankings learn of after a pause."""
 _PERIOD = 4  # requests per layer between two looks at the scores
 _LARGEST = 1e100
 
@@ -41,6 +57,10 @@ class Contest:
         self._growth = 1.0
         self._unit = 1.0  # grows instead of all sums shrinking
         self._until_look = 0
+        self.watching = True
+        self._left = 0  # requests until watching begins or ends
+        self._warm = 0  # requests whose hits do not count yet
+        self._usual = self._found = 0.0  # parts of the experts that the real cache had: while watching, and lately
 
     def join(self, names: Sequence[str]) -> None:
         """One more layer. Raises ValueError where it has other candidates."""
@@ -53,9 +73,28 @@ class Contest:
         self._hits = [0.0] * len(names)
         self._layers += 1
         self._growth = 2.0 ** (1.0 / (MEMORY_REQUESTS * self._layers))
+        self._left = WATCH * self._layers
+
+    def asked(self, part: float) -> None:
+        """A request, of which the real cache had this part: shadows wake or pause."""
+        self._left -= 1
+        usual = 1.0 / (LOOK * self._layers)
+        if self.watching:
+            self._usual += (part - self._usual) * usual
+            if self._left <= 0:
+                self.watching = False
+                self._left, self._found = PAUSE * self._layers, self._usual
+            return
+        self._found += (part - self._found) / (SOON * self._layers)
+        if self._left <= 0 or self._found < self._usual - FEWER:
+            self.watching = True
+            self._left, self._warm = LOOK * self._layers, WARM * self._layers
 
     def add(self, hits: Sequence[int]) -> None:
         """The shadows' hits of one request, by candidate; from time to time a new one comes into force."""
+        if self._warm:
+            self._warm -= 1
+            return
         self._unit *= self._growth
         unit, sums = self._unit, self._hits
         for number, count in enumerate(hits):
@@ -74,6 +113,7 @@ class Contest:
         if self._hits[best] > needed:
             self.in_force = best
             self.switches += 1
+            self._left = WATCH * self._layers
 
 
 class AutoPolicy:
@@ -90,6 +130,7 @@ class AutoPolicy:
         self._contest = contest
         self._request: Sequence[int] = ()
         self._leader = contest.in_force
+        self._paused: deque[Sequence[int]] = deque(maxlen=REMEMBERED)
 
     @property
     def in_force(self) -> str:
@@ -103,6 +144,8 @@ class AutoPolicy:
         self._request = experts
         self._leader = self._contest.in_force
         self._rankings[self._leader].asked(experts)
+        held = self._admitted.experts
+        self._contest.asked(sum(expert in held for expert in experts) / len(experts))
 
     def admitted(self, expert: int) -> None:
         """One slot less. Raises ValueError if there is none."""
@@ -118,16 +161,28 @@ class AutoPolicy:
         return choose_victim(ranking, newcomer, self._admitted.experts, evictable, must=must)
 
     def rest(self) -> None:
-        """Let the shadows serve the request."""
+        """Let the shadows serve the request, or remember it while they pause."""
         request, self._request = self._request, ()
         if not request:
             return
+        if not self._contest.watching:
+            self._paused.append(request)
+            return
+        if self._paused:
+            self._learn()
         hits = []
         for number, shadow in enumerate(self._shadows):
             if number != self._leader:
                 self._rankings[number].asked(request)
             hits.append(len(request) - len(shadow.serve(request)))
         self._contest.add(hits)
+
+    def _learn(self) -> None:
+        """A pause has ended: tell the rankings that were not in force what was asked for."""
+        for number, ranking in enumerate(self._rankings):
+            for request in self._paused if number != self._leader else ():
+                ranking.asked(request)
+        self._paused.clear()
 
 
 class AutoPolicies:

@@ -87,7 +87,7 @@ class Forecast:
         self.scores: list[float] = [0.0] * experts
         self._experts = experts
         self._table = np.zeros((experts + 1, experts), dtype=np.float32)
-        self._flat = self._table.reshape(-1)
+        self._flat = self._table.reshape(-1).data  # single numbers are changed faster than through numpy
         keep = [2.0 ** (-1.0 / FOLLOW_HALF_LIFE)] * experts + [2.0 ** (-1.0 / HEAT_HALF_LIFE)]
         self._growth = [1.0 / part for part in keep]
         self._parts = [1.0 - part for part in keep]
@@ -101,17 +101,18 @@ class Forecast:
 
     def asked(self, experts: Sequence[int]) -> None:
         """Learn from the request, then look one request ahead."""
-        heat, units, growth = self._experts, self._units, self._growth
+        heat, units, growth, table = self._experts, self._units, self._growth, self._flat
         now = list(experts)
         prompt = 2 * len(now) > heat
-        taught = [heat] if prompt else [*self._before, heat]
-        for row in taught:
-            units[row] *= growth[row]
-            if units[row] > _LARGEST_F32:
-                self._table[row] /= units[row]
-                units[row] = 1.0
-        counted = np.array([units[row] for row in taught], dtype=np.float32)
-        self._flat[np.add.outer([row * heat for row in taught], now)] += counted[:, None]
+        for row in (heat,) if prompt else (*self._before, heat):
+            unit = units[row] * growth[row]
+            if unit > _LARGEST_F32:
+                self._table[row] /= unit
+                unit = 1.0
+            units[row] = unit
+            first = row * heat
+            for expert in now:
+                table[first + expert] += unit
         rows = [heat] if prompt else [*now, heat]
         weights = np.array([self._parts[row] / units[row] for row in rows], dtype=np.float32)
         self.scores = (weights @ self._table[rows]).tolist()
