@@ -74,6 +74,10 @@ class DeviceRecorder(ABC):
     def new_plane(self, width: int) -> Any:
         """The handle of a new plane of all pages."""
 
+    @abstractmethod
+    def workspace_bytes(self) -> int:
+        """Bytes of the device that buffers and tables take."""
+
     # ---- buffers ----
 
     def rows(self, width: int, *, dtype: Literal["f32", "i32"] = "f32") -> Rows:

@@ -6,25 +6,19 @@ with the reason where no device can be used; nothing else is then tried.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-import picaflor._native as _native
-from picaflor.backends.api import ExpertProvider, KVPlane, Precision, Vector, Weight
+from picaflor.backends.api import ExpertProvider, Precision, Vector
 from picaflor.backends.batches import Limits
-from picaflor.backends.cpu.backend import CpuBackend
-from picaflor.backends.cpu.memory import allocate
-from picaflor.backends.cpu.threads import default_threads
-from picaflor.backends.host import HostTwin
-from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
+from picaflor.backends.device import DeviceBackend
+from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.backends.vulkan import capabilities
-from picaflor.backends.vulkan.capabilities import HOST, NAME
+from picaflor.backends.vulkan.capabilities import NAME
 from picaflor.backends.vulkan.device import open_gpu
-from picaflor.backends.vulkan.program import DeviceFailed, VectorBuffer
+from picaflor.backends.vulkan.program import VectorBuffer
 from picaflor.backends.vulkan.recorder import VulkanRecorder
 from picaflor.backends.vulkan.tier import ExpertTier
 from picaflor.backends.vulkan.weights import Matrices
@@ -42,14 +36,12 @@ UNTOLD_BYTES: Final = 2 << 30
 """For experts where `--vram` does not say how much memory there is: Vulkan tells no program what is free."""
 
 
-class VulkanBackend:
-    """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
+class VulkanBackend(DeviceBackend):
+    """One device, one precision. `isa` is `vulkan`, or `vulkan-software` for a rasteriser on the CPU.
 
-    `calls` counts steps that ran on the device, by operation. `isa` is `vulkan`, or `vulkan-software` for a rasteriser
-    on the CPU. Raises UsageError for a precision that there is not, UnsupportedKernel where no device can be used.
+    Raises UsageError for a precision that there is not, UnsupportedKernel where no device can be used.
     """
 
-    on_device = True
     name = NAME
 
     def __init__(
@@ -65,18 +57,11 @@ class VulkanBackend:
         if precision not in PRECISIONS:
             raise UsageError(f"--precision {precision}: this version has {', '.join(PRECISIONS)}")
         self.gpu = open_gpu()
+        declared = capabilities.declare(CapabilityTable()) if table is None else table
+        super().__init__(Matrices(self.gpu), declared, threads=threads, precision=precision, fail_after=fail_after)
         self.isa = "vulkan-software" if self.gpu.software else "vulkan"
-        self.threads = default_threads() if threads is None else threads
-        self.precision: Precision = precision
-        self.table = capabilities.declare(CapabilityTable()) if table is None else table
-        self.calls: Counter[str] = Counter()
         self.tier = ExpertTier(self.gpu, free=self._free_bytes)
-        self._fail_after = fail_after
         self._vram_bytes = vram_bytes
-        self._notice = notice
-        self._matrices = Matrices(self.gpu)
-        self._recorders: list[VulkanRecorder] = []
-        self._sampled = False
         if self.gpu.software and notice is not None:
             notice(
                 f"--backend vulkan: {self.gpu.name} is a software rasteriser on the CPU, for tests and not for speed"
@@ -88,22 +73,6 @@ class VulkanBackend:
         kind = "software rasteriser, " if self.gpu.software else ""
         return f"{self.gpu.name} ({kind}{FUSED[self.gpu.fusion]})"
 
-    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Zeroed host memory, untouched until written, with 64 more readable bytes behind it."""
-        return allocate(nbytes)
-
-    def weight(
-        self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
-    ) -> Weight:
-        """Hold a matrix `[rows, cols]`. Its planes are copied to the device before the first program runs; they stay
-        with the host, which computes on where the device fails.
-
-        Raises UnsupportedKernel for a format that this backend does not know, ValueError for planes of the wrong size.
-        """
-        self.table.cell(self.name, "matmul", format_name)
-        handle = self._matrices.bind(name, format_name, shape, group_size, planes)
-        return Weight(name, format_name, *shape, group_size, handle)
-
     def vector(self, name: str, values: F32) -> Vector:
         """Hold a copy of a parameter vector."""
         kept = np.array(values, np.float32)
@@ -111,31 +80,24 @@ class VulkanBackend:
 
     def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> VulkanRecorder:
         """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
-        sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
-        twin = HostTwin(open=self._host, sizes=sizes, fetch=_no_page, failed=self._failed, values=_values)
         recorder = VulkanRecorder(
             backend=self.name,
             gpu=self.gpu,
             precision=self.precision,
             table=self.table,
             tier=self.tier,
-            twin=twin,
+            twin=self.twin(max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages),
             limits=Limits(max_rows, max_outputs, pages, page_tokens),
-            allowed=self._allowed,
+            guard=self._guard,
             ready=self._ready,
         )
         self._recorders.append(recorder)
         return recorder
 
-    def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
-        """One token from logits `[vocabulary]`, on the host; argmax at temperature 0 or below."""
-        if not self._sampled:
-            self.table.select("sample", NO_FORMAT, self.name)
-            self.table.announce()
-            self._sampled = True
-        row = np.ascontiguousarray(logits, dtype=np.float32)
-        token: int = _native.sample("auto", row, temperature=temperature, top_p=top_p, uniform=uniform)
-        return token
+    def values(self, vector: Vector) -> F32:
+        """A parameter vector, on the host."""
+        handle: VectorBuffer = vector.handle
+        return handle.host
 
     def isa_of(self, cell: Cell) -> str:
         """What the kernels behind a selected cell run on."""
@@ -144,15 +106,6 @@ class VulkanBackend:
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: the buffers are on the device."""
         return 0
-
-    def kv_bytes(self) -> int:
-        """Bytes of key-value pages that have been written to so far, on the device."""
-        return sum(recorder.kv_bytes() for recorder in self._recorders)
-
-    def vram_used(self) -> int:
-        """Bytes of the device that matrices, buffers and pages take; experts are not counted."""
-        buffers = sum(recorder.workspace_bytes() + recorder.plane_bytes() for recorder in self._recorders)
-        return self._matrices.nbytes + buffers
 
     def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
         """Whether all experts fit on the device beside matrices of so many bytes."""
@@ -171,35 +124,6 @@ class VulkanBackend:
         """What must be on the device before a program runs."""
         self._matrices.copy_all()
         self.tier.prepare(experts)
-
-    def _allowed(self, op: str) -> None:
-        """Count a call of the device. Raises DeviceFailed for one that is to fail."""
-        if self._fail_after is not None and self.calls.total() >= self._fail_after:
-            raise DeviceFailed(op)
-        self.calls[op] += 1
-
-    def _failed(self, call: str) -> None:
-        """Tell the table. Raises UnsupportedKernel under `--strict`."""
-        limit = self._fail_after
-        self.table.failed(
-            self.name,
-            call,
-            reason=f"PICAFLOR_FAIL_AFTER={limit} lets every call after the first {limit} fail",
-            instead=HOST,
-            cure="unset PICAFLOR_FAIL_AFTER",
-        )
-
-    def _host(self) -> CpuBackend:
-        return CpuBackend(threads=self.threads, precision=self.precision)
-
-
-def _no_page(plane: KVPlane, page: int) -> F32:
-    raise RuntimeError(f"page {page} of {plane} was asked for before a recorder was made")
-
-
-def _values(vector: Vector) -> F32:
-    handle: VectorBuffer = vector.handle
-    return handle.host
 
 
 def open_backend(

@@ -6,7 +6,6 @@ experts has to ask the host.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,18 +16,13 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Batch, ExpertProvider, Rows, Vector
 from picaflor.backends.batches import Limits
 from picaflor.backends.host import HostTwin
+from picaflor.backends.programs import DeviceProgram, Guard
 from picaflor.backends.recording import Step
 from picaflor.backends.vulkan.device import Buffer, Gpu, Stream
 from picaflor.formats.base import F32
 
-EXPERTS: Final = "expert_ffn"
-CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
 HEADER: Final = 4
 """Numbers before the rows: rows, output rows, then nothing."""
-
-
-class DeviceFailed(Exception):
-    """A call of the device failed, and the host computes on. The text says why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,12 +129,8 @@ class Moment:
     experts: ExpertProvider | None
 
 
-class VulkanProgram:
-    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
-
-    `allowed(op)` counts a call and raises DeviceFailed for one that is to fail. `submits` counts what was given to the
-    device.
-    """
+class VulkanProgram(DeviceProgram):
+    """backends.api.Program. `submits` counts what was given to the device."""
 
     def __init__(
         self,
@@ -151,40 +141,17 @@ class VulkanProgram:
         *,
         gpu: Gpu,
         limits: Limits,
-        allowed: Callable[[str], None],
+        guard: Guard,
         ready: Callable[[ExpertProvider | None, int], None],
     ) -> None:
-        self._steps = tuple(steps)
+        super().__init__(steps, limits, twin, number, guard)
         self._frame = frame
-        self._twin = twin
-        self._number = number
         self._gpu = gpu
-        self._limits = limits
-        self._allowed = allowed
         self._ready = ready
-        self._asks = any(step.op == EXPERTS for step in steps)
-        self._written: dict[Rows, F32] = {}
-        self._seconds = dict.fromkeys(CLASSES, 0.0)
         self.submits = 0
 
-    def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
-        """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
-        if experts is None and self._asks:
-            raise ValueError("the program has experts, and no provider was given")
-        started = time.perf_counter()
-        if not self._twin.active:
-            try:
-                self._on_device(batch, experts)
-            except DeviceFailed as failure:
-                self._twin.take_over(str(failure), self._limits.touched)
-                for rows, values in self._written.items():
-                    self._twin.write(self._number, rows, values)
-        if self._twin.active:
-            self._twin.run(self._number, batch, experts)
-        self._written.clear()
-        self._seconds["other"] += time.perf_counter() - started
-
-    def _on_device(self, batch: Batch, experts: ExpertProvider | None) -> None:
+    def compute(self, batch: Batch, experts: ExpertProvider | None) -> None:
+        """All launches, submitted together but where the host must choose experts."""
         self._frame.load(batch)
         longest = int(batch.positions.max(initial=0)) + 1
         self._ready(experts, longest)
@@ -193,7 +160,7 @@ class VulkanProgram:
             for step in self._steps:
                 count = len(batch.outputs if step.outputs else batch.tokens)
                 if count:
-                    self._allowed(step.op)
+                    self._guard.allowed(step.op)
                     step.run(Moment(stream, count, longest, experts))
             stream.submit()
         except BaseException:
@@ -201,32 +168,18 @@ class VulkanProgram:
             raise
         self.submits += stream.submits
 
-    def view(self, rows: Rows, count: int) -> NDArray[Any]:
-        """The first `count` rows `[count, width]`, copied to the host."""
-        if self._twin.active:
-            return self._twin.view(self._number, rows, count)
-        started = time.perf_counter()
+    def fetch(self, rows: Rows, count: int) -> NDArray[Any]:
+        """Rows from the device."""
         handle: RowBuffer = rows.handle
         raw = self._gpu.read(handle.memory, 0, 4 * max(count, 1) * handle.width)
         values = raw.view(np.float32 if rows.dtype == "f32" else np.int32).reshape(-1, handle.width)[:count]
-        self._seconds["other"] += time.perf_counter() - started
         return np.array(values[:, rows.start : rows.start + rows.width])
 
-    def write(self, rows: Rows, values: F32) -> None:
-        """Fill an input buffer's first rows."""
-        kept: NDArray[Any] = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
-        self._written[rows] = kept
-        if self._twin.active:
-            self._twin.write(self._number, rows, kept)
-            return
+    def put(self, rows: Rows, values: NDArray[Any]) -> None:
+        """Rows to the device."""
         handle: RowBuffer = rows.handle
         if rows.width == handle.width:
-            self._gpu.write(handle.memory, 0, kept)
+            self._gpu.write(handle.memory, 0, values)
             return
-        for number, row in enumerate(kept):
+        for number, row in enumerate(values):
             self._gpu.write(handle.memory, 4 * (number * handle.width + rows.start), row)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of host time since the last call; the device's classes are not told apart."""
-        taken, self._seconds = self._seconds, dict.fromkeys(CLASSES, 0.0)
-        return taken

@@ -14,6 +14,7 @@ import numpy as np
 from picaflor.backends.api import GQA, MLA, ExpertProvider, KVPlane, RouterSpec, Rows, Vector, Weight
 from picaflor.backends.batches import Limits, rope_lines
 from picaflor.backends.host import Call, HostTwin
+from picaflor.backends.programs import Guard
 from picaflor.backends.recording import DeviceRecorder, Run, check
 from picaflor.backends.table import CapabilityTable
 from picaflor.backends.vulkan import attention, rows
@@ -84,14 +85,14 @@ class VulkanRecorder(DeviceRecorder):
         tier: ExpertTier,
         twin: HostTwin,
         limits: Limits,
-        allowed: Callable[[str], None],
+        guard: Guard,
         ready: Callable[[ExpertProvider | None], None],
     ) -> None:
         super().__init__(backend=backend, table=table, twin=twin, limits=limits)
         self._gpu = gpu
         self._precision = precision
         self._tier = tier
-        self._allowed = allowed
+        self._guard = guard
         self._ready = ready
         self._max_rows = max(limits.max_rows, limits.max_outputs)
         self._frame = FrameBuffer(gpu, limits)
@@ -157,7 +158,7 @@ class VulkanRecorder(DeviceRecorder):
         steps, number = self._end()
         self._fresh.clear()
         return VulkanProgram(
-            steps, self._frame, self._twin, number, gpu=self._gpu, limits=self._limits, allowed=self._allowed,
+            steps, self._frame, self._twin, number, gpu=self._gpu, limits=self._limits, guard=self._guard,
             ready=self._prepare,
         )  # fmt: skip
 

@@ -40,4 +40,5 @@ def tile_for(tiling: Tiling, together: int, *, floats: bool) -> Tile:
     if floats:
         return Tile(LANES, FLOAT_ROWS)
     rows = tiling.rows if together == 1 else min(tiling.rows, 4 if together == 2 else 2)
+    rows = min(rows, tiling.lanes // together)  # a lane for each result
     return Tile(tiling.lanes * tiling.teams, rows * tiling.teams)
