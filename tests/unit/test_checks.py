@@ -14,6 +14,7 @@ from picaflor.container.index import Container
 from picaflor.errors import UsageError
 from picaflor.runtime import bench, builtin
 from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.machine import write_text
 
 QWEN = Path(__file__).parent.parent / "data" / "families" / "qwen3_moe_tiny"
 RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
@@ -191,3 +192,24 @@ def test_a_quality_record_is_read_before_anything_is_measured(
     words = ["bench", "decode", str(builtin.folder()), "--router-top-p", "0.5", "--quality-record", str(record)]
     assert cli.main(words) == 2
     assert f"--quality-record {record}: no figures mean_kl, " in capsys.readouterr().err
+
+
+def test_plan_counts_all_experts_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PICAFLOR_ROUTER_TOP_P", "0.5")
+    assert cli.main(["plan", *RATES]) == 0
+    assert warnings(capsys.readouterr().err) == [
+        "picaflor: warning: the plan is for all experts that the router chooses, without router top-p 0.5"
+    ]
+
+
+def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    path = tmp_path / "state[1].json"
+    names = [".state[1].json.11.partial", ".state[1].json.12.partial", ".other.json.11.partial"]
+    for name in names:
+        (tmp_path / name).touch()
+    for name in (names[0], names[2]):
+        os.utime(tmp_path / name, (1.0, 1.0))
+    write_text(path, "{}")
+    assert sorted(file.name for file in tmp_path.iterdir() if file.is_file()) == sorted([path.name, *names[1:]])

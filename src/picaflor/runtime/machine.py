@@ -7,10 +7,12 @@ be written is a warning: neither ever stops a run.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from picaflor.models.loading import ModelIndex
 
 VERSION = 1
 MOST_BYTES = 4 << 20
+LEFT_OVER_S = 3600.0
+"""Writing takes no second: what is as old as this belongs to nobody."""
 _PROC = Path("/proc")
 
 
@@ -104,6 +108,14 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def _remove_left_over(path: Path) -> None:
+    """What a process that was killed while it wrote this file has left; others may be writing it now."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > LEFT_OVER_S:
+                partial.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file so that it is there in full or not at all. Raises WriteFailed."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -111,6 +123,7 @@ def write_text(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
+        _remove_left_over(path)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)

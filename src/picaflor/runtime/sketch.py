@@ -23,6 +23,7 @@ from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import checks, sidefile, tune
 from picaflor.runtime import plan as planning
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
+from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.plan import EngineOptions, Residents
 from picaflor.runtime.reading import Reading
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
@@ -135,6 +136,8 @@ def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
         checks.check_end_tokens(container, model)
         asked, (options, _) = options, tune.applied(options, model, index, notices)
         checks.tell_idle(asked, options, index, notices)
+        if names := Lossy(options.router_top_p, options.expert_budget).names():
+            notices.tell(f"the plan is for all experts that the router chooses, without {', '.join(names)}")
         return _sketch(path, container, model, index, options, notices)
     except BaseException:
         container.close()
