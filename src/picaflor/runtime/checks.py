@@ -49,7 +49,7 @@ def check_routes_file(options: EngineOptions) -> None:
 def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, notices: Notices) -> None:
     """One line for each option that was given and does nothing in this run; `used` has the tuned ones as well."""
     ring = used.read_engine == "io_uring"
-    if asked.vram_bytes is not None and used.backend in ("auto", "cpu"):
+    if asked.vram_bytes is not None and _is_the_cpu(used.backend):
         notices.tell(
             f"--vram {format_bytes(asked.vram_bytes)} has no effect: the CPU computes, in memory that --ram bounds"
         )
@@ -80,6 +80,13 @@ def tell_cut(container: Container, notices: Notices) -> None:
             f"{show_path(path)}: {found} bytes are here, its header declares {nbytes}{more}: the plan is for whole "
             "files, and the disk was not measured"
         )
+
+
+def _is_the_cpu(backend: str) -> bool:
+    """Whether it is certain; `auto` is anything else only where there is a driver, and is told then."""
+    from picaflor.runtime.plan import DEVICE_FILES
+
+    return backend == "cpu" or (backend == "auto" and not any(path.exists() for path in DEVICE_FILES.values()))
 
 
 def _grouped(index: ModelIndex) -> bool:
