@@ -33,13 +33,14 @@ const float* as_floats(uint64_t address) { return reinterpret_cast<const float*>
 
 // The operations that go with a matrix kernel table; NEON has the plain ones. "auto" and refusals are kernels_for's.
 const OpsTable* ops_for(const KernelTable* kernels) {
-  if (kernels == neon_kernels()) {
+  if (kernels == scalar_kernels() || kernels == neon_kernels()) {
     return scalar_ops();
   }
-  for (const OpsTable* ops : {scalar_ops(), avx2_ops(), avx512_ops()}) {
-    if (ops != nullptr && std::string(ops->isa) == kernels->isa) {
-      return ops;
-    }
+  if (kernels == avx2_kernels() || kernels == avxvnni_kernels()) {
+    return avx2_ops();
+  }
+  if (kernels == avx512_kernels() || kernels == vbmi_kernels()) {
+    return avx512_ops();
   }
   throw std::invalid_argument(std::string("no float operations for instruction set ") + kernels->isa);
 }

@@ -67,7 +67,13 @@ bool cpu_has(const KernelTable* table) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");
-  return table == avx2_kernels()     ? avx2
+#if defined(PICAFLOR_VNNI_AS_AVX512)
+  const bool avxvnni = avx512;
+#else
+  const bool avxvnni = avx2 && __builtin_cpu_supports("avxvnni");
+#endif
+  return table == avx2_kernels()      ? avx2
+         : table == avxvnni_kernels() ? avxvnni
          : table == avx512_kernels() ? avx512
                                      : avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
 #elif defined(__aarch64__) && defined(__linux__)
@@ -82,7 +88,7 @@ bool cpu_has(const KernelTable* table) {
 std::vector<const KernelTable*> kernel_tables() {
   std::vector<const KernelTable*> found;
   for (const KernelTable* table :
-       {scalar_kernels(), neon_kernels(), avx2_kernels(), avx512_kernels(), vbmi_kernels()}) {
+       {scalar_kernels(), neon_kernels(), avx2_kernels(), avxvnni_kernels(), avx512_kernels(), vbmi_kernels()}) {
     if (cpu_has(table)) {
       found.push_back(table);
     }
@@ -93,9 +99,7 @@ std::vector<const KernelTable*> kernel_tables() {
 std::vector<std::string> kernel_isas() {
   std::vector<std::string> found;
   for (const KernelTable* table : kernel_tables()) {
-    if (found.empty() || found.back() != table->isa) {
-      found.emplace_back(table->isa);
-    }
+    found.emplace_back(table->isa);
   }
   return found;
 }
@@ -103,7 +107,8 @@ std::vector<std::string> kernel_isas() {
 const KernelTable* kernels_for(const std::string& isa) {
   const std::vector<const KernelTable*> tables = kernel_tables();
   for (auto table = tables.rbegin(); table != tables.rend(); ++table) {
-    if (isa == "auto" || isa == (*table)->isa) {
+    const bool plain = *table == avx512_kernels() && isa == kAvx512;  // the best of the two that there is
+    if (isa == "auto" || isa == (*table)->isa || plain) {
       return *table;
     }
   }
@@ -119,6 +124,7 @@ const KernelTable* neon_kernels() { return nullptr; }
 #endif
 #if !defined(__x86_64__)
 const KernelTable* avx2_kernels() { return nullptr; }
+const KernelTable* avxvnni_kernels() { return nullptr; }
 const KernelTable* avx512_kernels() { return nullptr; }
 const KernelTable* vbmi_kernels() { return nullptr; }
 #endif

@@ -35,7 +35,7 @@ struct KernelTable {
   void (*matmul)(const Weight& weight, const XSpec& spec, const std::byte* x, int64_t n, float* y, int64_t y_stride,
                  int64_t row_begin, int64_t row_end, const Ahead& ahead);
 
-  // out[cols] = decoded row, each value float(code) * scale rounded once. Not for e8 (its rows are rotated).
+  // out[cols] = decoded row, each value float(code) * scale rounded once. For e8 the row as stored, rotated.
   void (*decode_row)(const Weight& weight, int64_t row, float* out);
 
   // Sum of 64-bit words: the plain-load read limit of this core (bench kernels).
@@ -58,13 +58,17 @@ int64_t plane_bytes(const Weight& weight, int plane);
 std::vector<const KernelTable*> kernel_tables();
 std::vector<std::string> kernel_isas();
 
+// With VBMI and GFNI; kernels_for takes it for the table without them where those are missing.
+inline constexpr const char* kAvx512 = "avx512";
+
 // The table of one of them; "auto" is the fastest. Throws std::invalid_argument naming what there is.
 const KernelTable* kernels_for(const std::string& isa);
 
 const KernelTable* scalar_kernels();
-const KernelTable* avx2_kernels();    // null where this build has none
-const KernelTable* avx512_kernels();  // null where this build has none
-const KernelTable* neon_kernels();    // null where this build has none
-const KernelTable* vbmi_kernels();    // avx512 with VBMI and GFNI, by the same name; null where this build has none
+const KernelTable* avx2_kernels();     // null where this build has none, as all that follow
+const KernelTable* avxvnni_kernels();  // AVX2 with dot products of bytes
+const KernelTable* avx512_kernels();   // with VNNI
+const KernelTable* vbmi_kernels();     // AVX-512 with VBMI and GFNI as well
+const KernelTable* neon_kernels();
 
 }  // namespace picaflor

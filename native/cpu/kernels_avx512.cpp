@@ -8,7 +8,7 @@
 namespace picaflor {
 namespace {
 
-constexpr KernelTable kTable = {"avx512",       Isa::kLanes, prepare_row,  vector_matmul,
+constexpr KernelTable kTable = {"avx512-base",  Isa::kLanes, prepare_row,  vector_matmul,
                                 decode_any_row, sum_words,   silu_mul_row, add_scaled_row};
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Integer-coded matrix times one to eight prepared rows, straight from the stored words.
-// Must not know threads or files. Compiled for AVX2 and AVX-512 VNNI.
+// Must not know threads or files. Compiled for AVX2, AVX-VNNI and AVX-512 VNNI.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ PICAFLOR_INLINE void dot_words(const Isa::Int* t, const int8_t* x, int64_t strid
         const int slot = Words::kSplit ? k : kSlots == 1 ? 0 : Words::slot(k);
         for (int s = 0; s < kTokens; ++s) {
           for (int p = 0; p < kPlanes; ++p) {
-            Isa::Int& sum = part[s][p][slot];
-            sum = Isa::dot(sum, codes[k], x + s * stride + p * kBlock + 4 * (j * Words::kTerms + k / kParts));
+            const int8_t* four = x + s * stride + p * kBlock + 4 * (j * Words::kTerms + k / kParts);
+            part[s][p][slot] = Isa::template dot<true>(part[s][p][slot], codes[k], four);
           }
         }
       }

@@ -1,5 +1,6 @@
 // Integer vector primitives of one instruction set: a register holds 32 bits of each row of a tile.
-// Must not know formats, activations or loops. Compiled for AVX2 and AVX-512 VNNI; kernels_isa_neon.h has NEON's.
+// Must not know formats, activations or loops. Compiled for AVX2, AVX-VNNI and AVX-512 VNNI; kernels_isa_neon.h has
+// NEON's. Dot products are written as instructions: gcc 12 copies the sums of its intrinsics back and forth in loops.
 #pragma once
 
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -19,6 +20,7 @@ inline namespace PICAFLOR_ISA {
 struct Isa {
   static constexpr int kLanes = 16;      // rows of a tile, and 32-bit words of one row in a block
   static constexpr bool kPairs = false;  // true: products are summed in int16 first and codes must be small
+  static constexpr bool kFewRegisters = false;
   using Int = __m512i;
   using Float = __m512;
 
@@ -55,11 +57,17 @@ struct Isa {
     return _mm512_mask_mov_epi32(low, _mm512_cmpeq_epi32_mask(e, set(255)), set(0x7FC00000));
   }
 
-  // sum += the four products of each lane's bytes with the four bytes at x.
+  // sum += the four products of each lane's bytes with the four bytes at x. kOnce: no other codes meet these four.
+  template <bool kOnce>
   PICAFLOR_INLINE static Int dot(Int sum, Int codes, const int8_t* x) {
-    int32_t word;
-    __builtin_memcpy(&word, x, 4);
-    return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+    if constexpr (kOnce) {
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*reinterpret_cast<const int8_t (*)[4]>(x)));
+    } else {
+      int32_t word;
+      __builtin_memcpy(&word, x, 4);
+      asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(_mm512_set1_epi32(word)));
+    }
+    return sum;
   }
   // A partial sum that dot() may add to, and the end of kSlots of them: the second, a multiple of 2^kShift, is divided
   // by it.
@@ -126,7 +134,12 @@ struct Isa {
 
 struct Isa {
   static constexpr int kLanes = 8;
+#if defined(PICAFLOR_VNNI)
+  static constexpr bool kPairs = false;
+#else
   static constexpr bool kPairs = true;
+#endif
+  static constexpr bool kFewRegisters = true;
   using Int = __m256i;
   using Float = __m256;
 
@@ -162,8 +175,24 @@ struct Isa {
     return _mm256_blendv_epi8(value, set(0x7FC00000), _mm256_cmpeq_epi32(e, set(255)));
   }
 
+#if defined(PICAFLOR_VNNI)
+  template <bool>
+  PICAFLOR_INLINE static Int dot(Int sum, Int codes, const int8_t* x) {
+    int32_t word;
+    __builtin_memcpy(&word, x, 4);
+    asm(PICAFLOR_VNNI " %2, %1, %0" : "+x"(sum) : "x"(codes), "x"(_mm256_set1_epi32(word)));
+    return sum;
+  }
+  PICAFLOR_INLINE static Int start(Int total, int slot) { return slot == 0 ? total : zero(); }
+  template <int kSlots, int kShift>
+  PICAFLOR_INLINE static Int finish(Int, const Int* part) {
+    const Int second = kShift == 0 ? part[kSlots - 1] : _mm256_srai_epi32(part[kSlots - 1], kShift);
+    return kSlots == 2 ? add(part[0], second) : part[0];
+  }
+#else
   // sum += products of each lane's bytes with the four bytes at x, in pairs, in int16. A pair of codes up to c adds at
   // most 256 c; the caller widens before 32768.
+  template <bool>
   PICAFLOR_INLINE static Int dot(Int sum, Int codes, const int8_t* x) {
     int32_t word;
     __builtin_memcpy(&word, x, 4);
@@ -179,6 +208,7 @@ struct Isa {
     }
     return out;
   }
+#endif
 
   PICAFLOR_INLINE static Float zero_float() { return _mm256_setzero_ps(); }
   PICAFLOR_INLINE static Float set_float(float v) { return _mm256_set1_ps(v); }

@@ -14,6 +14,7 @@ inline namespace PICAFLOR_ISA {
 struct Isa {
   static constexpr int kLanes = 8;
   static constexpr bool kPairs = true;  // codes are small here because the dot product is of signed bytes
+  static constexpr bool kFewRegisters = true;
   struct Int {
     int32x4_t lo, hi;
   };
@@ -79,6 +80,7 @@ struct Isa {
   }
 
   // sum += the four products of each lane's bytes, all below 128, with the four bytes at x.
+  template <bool>
   PICAFLOR_INLINE static Int dot(Int sum, Int codes, const int8_t* x) {
     int32_t word;
     __builtin_memcpy(&word, x, 4);

@@ -1,6 +1,6 @@
 // Integer-coded matrix times many prepared rows, or any format without a loop of its own: codes of two tiles of rows
 // are unpacked to columns in cache, then met by one small block of prepared rows after the other.
-// Must not know threads or files. Compiled for AVX2 and AVX-512 VNNI.
+// Must not know threads or files. Compiled for AVX2, AVX-VNNI and AVX-512 VNNI.
 #pragma once
 
 #include <algorithm>
@@ -66,91 +66,125 @@ struct Chunk {
   int32_t offset;
 };
 
+// sums += products of one run of digit words: `codes` their columns, `x[s] + at` the digits of prepared row s.
+template <int kPlanes, int kTokens, bool kSplit>
+PICAFLOR_INLINE void meet_run(const uint8_t* codes, const int8_t* const* x, int64_t at,
+                              Isa::Int (*sums)[kHalves][kPlanes]) {
+  static_assert(Isa::kPairs || !kSplit);
+  constexpr int kSlots = kSplit ? 2 : 1;
+  constexpr int64_t kRegister = Isa::kLanes * 4;
+  Isa::Int part[kTokens][kHalves][kPlanes][kSlots];
+  if constexpr (Isa::kPairs) {
+    for (int s = 0; s < kTokens; ++s) {
+      for (int h = 0; h < kHalves; ++h) {
+        for (int p = 0; p < kPlanes; ++p) {
+          for (int k = 0; k < kSlots; ++k) {
+            part[s][h][p][k] = Isa::start(sums[s][h][p], k);
+          }
+        }
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < kRun; ++j) {
+    Isa::Int code[kHalves][kSlots];
+    for (int h = 0; h < kHalves; ++h) {
+      for (int k = 0; k < kSlots; ++k) {
+        code[h][k] = Isa::load(codes + j * column_bytes<kSplit>() + (h * kSlots + k) * kRegister);
+      }
+    }
+    for (int s = 0; s < kTokens; ++s) {
+      for (int p = 0; p < kPlanes; ++p) {
+        const int8_t* four = x[s] + at + p * kBlock + 4 * j;
+        for (int h = 0; h < kHalves; ++h) {
+          for (int k = 0; k < kSlots; ++k) {
+            Isa::Int& sum = Isa::kPairs ? part[s][h][p][k] : sums[s][h][p];
+            sum = Isa::template dot<false>(sum, code[h][k], four);
+          }
+        }
+      }
+    }
+  }
+  if constexpr (Isa::kPairs) {
+    for (int s = 0; s < kTokens; ++s) {
+      for (int h = 0; h < kHalves; ++h) {
+        for (int p = 0; p < kPlanes; ++p) {
+          sums[s][h][p] = Isa::template finish<kSlots, 0>(sums[s][h][p], part[s][h][p]);
+        }
+      }
+    }
+  }
+}
+
 // acc += chunk times kTokens prepared rows.
 template <int kPlanes, int kTokens, bool kSplit>
 void meet_tokens(const Chunk& chunk, const XView& view, const std::byte* x, float* acc) {
-  constexpr int kSlots = kSplit ? 2 : 1;
-  constexpr int64_t kRegister = Isa::kLanes * 4;
-  const int8_t* digits = view.digit(x) + chunk.begin / kBlock * kBlock * kPlanes;
-  const GroupData data(view, x);
-  int64_t group = chunk.begin / chunk.group_inputs;
+  constexpr int kParts = kPlanes == 3 ? 2 : 1;
+  const int64_t first_group = chunk.begin / chunk.group_inputs;
+  const int64_t groups = groups_of(chunk.inputs, chunk.group_inputs);
+  const int8_t* digits[kTokens];
+  const float* x_scales[kTokens];
+  int32_t start[kTokens][kParts][kChunkGroups];  // minus what the codes' offset adds
+  for (int s = 0; s < kTokens; ++s) {
+    const std::byte* row = x + s * view.stride;
+    digits[s] = view.digit(row) + chunk.begin / kBlock * kBlock * kPlanes;
+    x_scales[s] = view.scale(row) + first_group;
+    for (int part = 0; part < kParts; ++part) {
+      const int32_t* sum = (part == 0 ? view.sum(row) : view.top(row)) + first_group;
+      for (int64_t g = 0; g < groups; ++g) {
+        start[s][part][g] = -chunk.offset * sum[g];
+      }
+    }
+  }
   const float* scales = chunk.columns.scales;
-  for (int64_t first = 0; first < chunk.inputs; first += chunk.group_inputs, ++group, scales += chunk.scale_stride) {
-    const int64_t inputs = std::min(chunk.group_inputs, chunk.inputs - first);
-    const int64_t end = first / 4 + round_up(groups_of(inputs, 4), kRun);
+  const uint8_t* codes = chunk.columns.codes;
+  Isa::Float y[kTokens][kHalves];
+  for (int s = 0; s < kTokens; ++s) {
+    for (int h = 0; h < kHalves; ++h) {
+      y[s][h] = Isa::load_float(acc + s * kTileRows + h * Isa::kLanes);
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g, scales += chunk.scale_stride) {
+    const int64_t first = g * chunk.group_inputs;
+    const int64_t end = first / 4 + round_up(groups_of(std::min(chunk.group_inputs, chunk.inputs - first), 4), kRun);
     Isa::Int sums[kTokens][kHalves][kPlanes];
     for (int s = 0; s < kTokens; ++s) {
-      // From minus what the codes' offset adds on: to the lowest digits, and of three to the top ones apart.
-      const int64_t skip = s * view.stride / 4 + group;
       for (int h = 0; h < kHalves; ++h) {
         std::fill_n(sums[s][h], kPlanes, Isa::zero());
         if constexpr (kPlanes == 3) {
-          sums[s][h][0] = Isa::set(-chunk.offset * data.top[skip]);
+          sums[s][h][0] = Isa::set(start[s][1][g]);
         }
-        sums[s][h][kPlanes - 1] = Isa::set(-chunk.offset * data.sum[skip]);
+        sums[s][h][kPlanes - 1] = Isa::set(start[s][0][g]);
       }
     }
     for (int64_t word = first / 4; word < end; word += kRun) {
-      const uint8_t* codes = chunk.columns.codes + word * column_bytes<kSplit>();
-      const int8_t* run = digits + word / 16 * (kBlock * kPlanes) + word % 16 * 4;
-      Isa::Int part[kTokens][kHalves][kPlanes][kSlots];
-      for (int s = 0; s < kTokens; ++s) {
-        for (int h = 0; h < kHalves; ++h) {
-          for (int p = 0; p < kPlanes; ++p) {
-            for (int k = 0; k < kSlots; ++k) {
-              part[s][h][p][k] = Isa::start(sums[s][h][p], k);
-            }
-          }
-        }
-      }
-#pragma GCC unroll 4
-      for (int j = 0; j < kRun; ++j) {
-        Isa::Int code[kHalves][kSlots];
-        for (int h = 0; h < kHalves; ++h) {
-          for (int k = 0; k < kSlots; ++k) {
-            code[h][k] = Isa::load(codes + j * column_bytes<kSplit>() + (h * kSlots + k) * kRegister);
-          }
-        }
-        for (int s = 0; s < kTokens; ++s) {
-          for (int p = 0; p < kPlanes; ++p) {
-            const int8_t* four = run + s * view.stride + p * kBlock + 4 * j;
-            for (int h = 0; h < kHalves; ++h) {
-              for (int k = 0; k < kSlots; ++k) {
-                part[s][h][p][k] = Isa::dot(part[s][h][p][k], code[h][k], four);
-              }
-            }
-          }
-        }
-      }
-      for (int s = 0; s < kTokens; ++s) {
-        for (int h = 0; h < kHalves; ++h) {
-          for (int p = 0; p < kPlanes; ++p) {
-            sums[s][h][p] = Isa::template finish<kSlots, 0>(sums[s][h][p], part[s][h][p]);
-          }
-        }
-      }
+      meet_run<kPlanes, kTokens, kSplit>(codes, digits, word / 16 * (kBlock * kPlanes) + word % 16 * 4, sums);
+      codes += kRun * column_bytes<kSplit>();
     }
     for (int s = 0; s < kTokens; ++s) {
-      const int64_t skip = s * view.stride / 4 + group;
-      const Isa::Float x_scale = Isa::set_float(data.scale[skip]);
+      const Isa::Float x_scale = Isa::set_float(x_scales[s][g]);
       for (int h = 0; h < kHalves; ++h) {
         const Isa::Float value = group_value<kPlanes>(sums[s][h], 0, 0, 0);
-        float* lanes = acc + s * kTileRows + h * Isa::kLanes;
         const Isa::Float scale = Isa::multiply(Isa::load_float(scales + h * Isa::kLanes), x_scale);
-        Isa::store_float(lanes, Isa::fused(value, scale, Isa::load_float(lanes)));
+        y[s][h] = Isa::fused(value, scale, y[s][h]);
       }
+    }
+  }
+  for (int s = 0; s < kTokens; ++s) {
+    for (int h = 0; h < kHalves; ++h) {
+      Isa::store_float(acc + s * kTileRows + h * Isa::kLanes, y[s][h]);
     }
   }
 }
 
 template <int kPlanes, bool kSplit>
 void meet_all(const Chunk& chunk, const XView& view, const std::byte* x, int64_t n, float* acc) {
-  constexpr int kMost = Isa::kPairs ? (kSplit || kPlanes == 3 ? 1
-                                       : kPlanes == 2         ? 2
-                                                              : 4)
-                                    : (kPlanes == 1   ? 8
-                                       : kPlanes == 2 ? 4
-                                                      : 3);
+  constexpr int kMost = Isa::kFewRegisters ? (kSplit || kPlanes == 3 ? 1
+                                              : kPlanes == 2         ? 2
+                                                                     : 4)
+                                           : (kPlanes == 1   ? 8
+                                              : kPlanes == 2 ? 4
+                                                             : 3);
   int64_t s = 0;
   for (; s + kMost <= n; s += kMost) {
     meet_tokens<kPlanes, kMost, kSplit>(chunk, view, x + s * view.stride, acc + s * kTileRows);

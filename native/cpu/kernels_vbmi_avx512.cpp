@@ -351,6 +351,7 @@ void matmul(const Weight& w, const XSpec& spec, const std::byte* x, int64_t n, f
 const KernelTable* vbmi_kernels() {
   static const KernelTable table = [] {
     KernelTable all = *avx512_kernels();
+    all.isa = kAvx512;
     all.matmul = &matmul;
     return all;
   }();

@@ -1,5 +1,5 @@
 // The matmul of a vector instruction set: which loop computes which format and number of rows.
-// Must not know threads or Python. Compiled for AVX2 and AVX-512 VNNI.
+// Must not know threads or Python. Compiled for AVX2, AVX-VNNI and AVX-512 VNNI.
 #pragma once
 
 #include "cpu/kernels_gemv.h"

@@ -1,5 +1,5 @@
 // What the two integer loops share: formats as words of codes, scales of a tile, the step at a group's end, prefetch.
-// Must not know the loops. Compiled for AVX2 and AVX-512 VNNI.
+// Must not know the loops. Compiled for AVX2, AVX-VNNI and AVX-512 VNNI.
 #pragma once
 
 #include <algorithm>

@@ -21,6 +21,14 @@
 #elif defined(__AVX512F__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avx512
+#elif defined(__AVX2__) && defined(PICAFLOR_VNNI_AS_AVX512)
+#include <immintrin.h>
+#define PICAFLOR_ISA isa_avxvnni
+#define PICAFLOR_VNNI "vpdpbusd"
+#elif defined(__AVXVNNI__)
+#include <immintrin.h>
+#define PICAFLOR_ISA isa_avxvnni
+#define PICAFLOR_VNNI "{vex} vpdpbusd"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avx2

@@ -36,6 +36,8 @@ VARIANTS = {
     "readers-1": replace(BASE, expert_slots=2, read_threads=1),
     "isa-scalar": replace(BASE, isa="scalar"),
     "isa-avx2": replace(BASE, isa="avx2"),
+    "isa-avxvnni": replace(BASE, isa="avxvnni"),
+    "isa-avx512-base": replace(BASE, isa="avx512-base"),
     "isa-avx512": replace(BASE, isa="avx512"),
     "scalar-slots-1-chunk-7": replace(BASE, isa="scalar", expert_slots=1, prefill_chunk=7, threads=1),
 }

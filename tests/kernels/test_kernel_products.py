@@ -256,6 +256,9 @@ def test_refusals_name_what_was_wrong() -> None:
     with pytest.raises(ValueError, match=r"instruction set sse9 is not available; .* has: scalar"):
         _native.check_isa("sse9")
     assert _native.check_isa("auto") == ISAS[-1]
+    assert all(_native.check_isa(isa) == isa for isa in ISAS)
+    if "avx512-base" in ISAS:
+        assert _native.check_isa("avx512") == ("avx512" if "avx512" in ISAS else "avx512-base")
     with pytest.raises(ValueError, match="group size 24; legal are 16, 32, 48"):
         kernels.hold("int4-grouped", data.planes, 4, 64, 24)
     with pytest.raises(ValueError, match="plane 0 has 128 bytes, needs 160"):
