@@ -30,6 +30,9 @@ def test_a_model_that_is_all_on_the_device(expected: Any) -> None:
     with opened(GLM, backend="cuda") as engine:
         assert same_bits(logits(engine, IDS, chunk=5), expected)
         backend: Any = engine.plan.backend
+        resident = engine.plan.resident_memory
+        assert backend.released == sum(plane.nbytes for plane in resident)  # the host keeps no copy
+        assert not any(plane.any() for plane in engine.plan.resident_memory)
         assert backend.tier.all_here
         assert backend.tier.counters.sent == backend.tier.experts == 16
         assert backend.calls["attention"] == 5 * 2
@@ -123,8 +126,10 @@ def test_calls_that_fail_are_computed_by_the_host(fail_after: int, chunk: int, e
     """With every call failing, what comes out is the CPU's and the device has done nothing."""
     warnings: list[str] = []
     with opened(GLM, backend="cuda", fail_after=fail_after, warnings=warnings) as engine:
-        found = logits(engine, IDS, chunk=chunk)
         backend: Any = engine.plan.backend
+        assert not any(plane.any() for plane in engine.plan.resident_memory)
+        found = logits(engine, IDS, chunk=chunk)
+        assert all(plane.any() for plane in engine.plan.resident_memory)  # read again
         assert backend.calls.total() == fail_after
         fallbacks = engine.record().fallbacks
     assert same_bits(found, expected)

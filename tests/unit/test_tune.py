@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from picaflor import cli
+from picaflor.errors import UnsupportedKernel
 from picaflor.models.config import Notices
 from picaflor.runtime import builtin
+from picaflor.runtime import plan as planning
+from picaflor.runtime.engine import Engine
 from picaflor.runtime.plan import EngineOptions
 from picaflor.runtime.sketch import sketch
 from picaflor.runtime.tune import TUNABLE, Options, Sample, applied, axes, key_of, reads_apply, search
@@ -76,7 +79,10 @@ def test_a_longer_tail_is_not_kept() -> None:
 
 def test_only_what_cannot_change_a_token_is_tried() -> None:
     wanted = axes(threads=8, streams=True, engines=("threads", "io_uring"), readers=8)
-    assert set(wanted) == {"threads", "direct", "read_engine", "read_threads", "queue_depth"} == set(TUNABLE)
+    assert (
+        set(wanted) == {"threads", "direct", "read_engine", "read_threads", "queue_depth"} == set(TUNABLE) - {"backend"}
+    )
+    assert axes(threads=1, streams=False, engines=(), readers=8, devices=["cuda"]) == {"backend": ["cuda"]}
     assert wanted["threads"] == [4, 7]
     assert 8 not in wanted["read_threads"]
     assert axes(threads=1, streams=False, engines=("threads",), readers=8) == {}
@@ -116,6 +122,7 @@ def test_tuned_options_fill_in_what_the_user_left_open() -> None:
         ("threads", True),
         ("threads", "2"),
         ("direct", "maybe"),
+        ("backend", "vulkan"),
         ("queue_depth", 1e9),
     ],
 )
@@ -129,6 +136,43 @@ def test_entries_that_tune_does_not_write_are_told_and_left_out(name: str, value
     assert words == ""
     assert found == EngineOptions(tuned=entries)
     assert told == [f"tuned options: {name} {value!r:.40} is none that tune writes: left out"]
+
+
+def test_a_backend_that_was_measured_is_what_auto_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A device that pays is started, one that does not is named with its speed, one that does not start gives way."""
+    plan = sketch(builtin.folder(), EngineOptions(), Notices(warn=lambda text: None))
+    plan.close()
+    key = key_of(plan.model, plan.index)
+    asked: list[str] = []
+    real = planning.load_backend
+
+    def load(options: EngineOptions, notice: Any) -> Any:
+        asked.append(options.backend)
+        if options.backend == "cuda":
+            raise UnsupportedKernel("backend cuda cannot start: no driver")
+        return real(options, notice)
+
+    monkeypatch.setattr(planning, "load_backend", load)
+    monkeypatch.setattr(planning, "usable_devices", lambda: ["cuda"])
+    monkeypatch.setattr(planning.automatic_choice, "__defaults__", ({"cuda": tmp_path},))
+
+    def started(kept: dict[str, Any], gains: list[float]) -> str:
+        told: list[str] = []
+        asked.clear()
+        steps = [{"option": "backend", "value": "cuda", "gains": gains}]
+        options = EngineOptions(tuned={key: {"options": kept, "steps": steps}})
+        with Engine.open(None, options, warn=told.append) as engine:
+            assert engine.plan.backend.name == "cpu"
+        return " ".join(line for line in told if "--backend auto" in line)
+
+    said = started({}, [-0.8, -0.79])
+    assert said == "--backend auto is the CPU: tune measured cuda at 0.20 times the CPU's speed, the CPU is faster here"
+    assert asked == ["auto"]
+    said = started({"backend": "cuda"}, [1.5, 1.4])
+    assert said == "--backend auto is the CPU: backend cuda cannot start: no driver"
+    assert asked == ["cuda", "auto"]
+    words = planning.automatic_choice(measured=("cuda", 2.4), chosen="cuda")
+    assert words == "--backend auto is cuda: tune measured cuda at 2.40 times the CPU's speed"
 
 
 def test_the_command_keeps_what_it_found_and_runs_use_it(

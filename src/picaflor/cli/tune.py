@@ -36,6 +36,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     Every candidate is measured before and after the best so far; it is kept where it gains 3 % beyond noise both times.
     """
     from picaflor.runtime.machine import StateFile
+    from picaflor.runtime.plan import usable_devices
     from picaflor.runtime.tune import axes, key_of, reads_apply, search
 
     refuse_lossy(settings)
@@ -54,7 +55,13 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         name, granted = engine.name, engine.threads
         streams = engine.plan.store is not None and not engine.plan.ledger.all_resident
         applies = reads_apply(engine.plan.reading.engine)
-        wanted = axes(threads=granted, streams=streams, engines=_engines(), readers=engine.plan.read_threads)
+        wanted = axes(
+            threads=granted,
+            streams=streams,
+            engines=_engines(),
+            readers=engine.plan.read_threads,
+            devices=usable_devices(),
+        )
     wanted = {option: values for option, values in wanted.items() if getattr(base, option) in (None, "auto")}
 
     def measure(options: Options) -> Sample:

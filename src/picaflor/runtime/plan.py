@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -64,6 +64,10 @@ FAST_WARNING = (
 )
 
 Progress = Callable[[str, int, int], None]
+_Fill = tuple[Span, NDArray[np.uint8], str]
+"""Where bytes lie, where they go, and the tensor's name where they must be finite floats."""
+ROUND_BYTES = 256 << 20
+"""Bytes that a device takes at once; its matrices lie in the host's memory for no longer."""
 
 
 class HostBackend(Backend, Protocol):
@@ -204,22 +208,57 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     return backend
 
 
-def automatic_choice(devices: Mapping[str, Path] = DEVICE_FILES) -> str:
+def usable_devices(devices: Mapping[str, Path] = DEVICE_FILES) -> list[str]:
+    """Backends with a driver and all that they import. Nothing is imported for it."""
+    if not all(importlib.util.find_spec(part) for part in ("torch", "triton")):
+        return []
+    return [name for name, path in devices.items() if path.exists()]
+
+
+def automatic_choice(
+    devices: Mapping[str, Path] = DEVICE_FILES, *, measured: tuple[str, float] | None = None, chosen: str = "cpu"
+) -> str:
     """What `--backend auto` chose and why, where there was a choice: in words, empty where the CPU is all there is.
 
-    Neither torch nor Triton is imported for it.
+    `measured`: a backend and its speed by the CPU's. Neither torch nor Triton is imported for it.
     """
     name = next((name for name, path in devices.items() if path.exists()), "")
     if not name:
         return ""
+    if measured is not None:
+        told = f"tune measured {measured[0]} at {measured[1]:.2f} times the CPU's speed"
+        if chosen != "cpu":
+            return f"--backend auto is {chosen}: {told}"
+        return f"--backend auto is the CPU: {told}" + ", the CPU is faster here" * (measured[1] < 1)
     missing = [part for part in ("torch", "triton") if importlib.util.find_spec(part) is None]
     first = f" once {' and '.join(missing)} are installed" if missing else ""
-    return f"--backend auto is the CPU: no run has measured which is faster; --backend {name} uses the GPU{first}"
+    untold = "no run has measured which is faster (picaflor tune does)"
+    return f"--backend auto is the CPU: {untold}; --backend {name} uses the GPU{first}"
 
 
 def backend_part(name: str, part: str) -> Any:
     """A module of a backend by name, for what measures the backend itself."""
     return importlib.import_module(f"picaflor.backends.{name}.{part}")
+
+
+def _started(options: EngineOptions, model: Model, index: ModelIndex, notices: Notices) -> HostBackend:
+    """The backend that was asked for. `auto` is what tune found faster, told in one line; one that does not start then
+    is told too, and the CPU computes."""
+    if options.backend != "auto":
+        return load_backend(options, notices.note)
+    measured = tune.device_gain(options, model, index)
+    wanted = tune.chosen_backend(options, model, index)
+    if wanted in usable_devices():
+        try:
+            backend = load_backend(replace(options, backend=wanted), notices.note)
+        except UnsupportedKernel as error:
+            notices.tell(f"--backend auto is the CPU: {error}")
+            return load_backend(options, notices.note)
+        notices.tell(automatic_choice(measured=measured, chosen=wanted))
+        return backend
+    if choice := automatic_choice(measured=measured):
+        notices.tell(choice)
+    return load_backend(options, notices.note)
 
 
 class Residents:
@@ -240,7 +279,8 @@ class Residents:
         self._weights: dict[str, Weight] = {}
         self._vectors: dict[str, Vector] = {}
         self._planes: dict[tuple[tuple[int, int, int], ...], tuple[NDArray[np.uint8], ...]] = {}
-        self._fills: list[tuple[Span, NDArray[np.uint8], str]] = []
+        self._fills: list[_Fill] = []
+        self._untaken: set[str] = set()
 
     @property
     def nbytes(self) -> int:
@@ -259,6 +299,7 @@ class Residents:
             self._weights[name] = self._backend.weight(
                 name, matrix.format, (matrix.rows, matrix.cols), matrix.group_size, self._memory(matrix)
             )
+            self._untaken.add(name)
         return self._weights[name]
 
     def vector(self, name: str) -> Vector:
@@ -294,20 +335,57 @@ class Residents:
         """Every plane that was bound."""
         return [plane for planes in self._planes.values() for plane in planes]
 
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes of memory that are in use at once: where a device takes matrices, those of one round."""
+        largest = max((sum(map(len, planes)) for planes in self._planes.values()), default=0)
+        return self.nbytes if self._take is None else min(self.nbytes, ROUND_BYTES + largest)
+
+    @property
+    def _take(self) -> Callable[[Sequence[Weight]], None] | None:
+        """How the backend takes matrices to memory of its own, for one that does."""
+        return getattr(self._backend, "take", None)
+
     def read_all(self, container: Container, progress: Progress) -> None:
         """Read every matrix that was bound, in file order; scales and float32 weights must be finite.
 
-        One NaN there would change a router's choice or a text without a word. Raises ReadFailed, BadContainer.
+        A device that takes them gets them round by round, and their memory is given back. One NaN there would change a
+        router's choice or a text without a word. Raises ReadFailed, BadContainer.
         """
-        total = sum(span.nbytes for span, _, _ in self._fills)
-        done = 0
-        for span, memory, name in sorted(self._fills, key=lambda fill: (fill[0].shard, fill[0].offset)):
-            container.read_into(span, memory.data[: span.nbytes])
-            if name:
-                _check_finite(name, memory[: span.nbytes].view(np.float32))
+        fills = sorted(self._fills, key=lambda fill: (fill[0].shard, fill[0].offset))
+        total = sum(span.nbytes for span, _, _ in fills)
+        done = given = 0
+        if self._take is not None:
+            cast(Any, self._backend).reload = lambda: _read(container, fills)
+        for span, memory, name in fills:
+            _read(container, [(span, memory, name)])
             done += span.nbytes
             progress("loading resident weights", done, total)
+            if self._take is not None and done - given >= ROUND_BYTES:
+                self._give(fills, span)
+                given = done
+        if self._take is not None and fills:
+            self._give(fills, fills[-1][0])
         self._fills.clear()
+
+    def _give(self, fills: Sequence[_Fill], last: Span) -> None:
+        """Let the device take every matrix whose spans have been read up to `last`."""
+        end = (last.shard, last.offset)
+        waiting = {span for span, _, _ in fills if (span.shard, span.offset) > end}
+        ready = [name for name in self._untaken if not waiting & set(self._index.matrices[name].spans)]
+        shared = {span for name in self._untaken if name not in ready for span in self._index.matrices[name].spans}
+        ready = [name for name in ready if not shared & set(self._index.matrices[name].spans)]
+        assert self._take is not None
+        self._take([self._weights[name] for name in ready])
+        self._untaken -= set(ready)
+
+
+def _read(container: Container, fills: Sequence[_Fill]) -> None:
+    """Read spans into their memory. Raises ReadFailed, BadContainer."""
+    for span, memory, name in fills:
+        container.read_into(span, memory.data[: span.nbytes])
+        if name:
+            _check_finite(name, memory[: span.nbytes].view(np.float32))
 
 
 def _check_finite(name: str, values: F32) -> None:
@@ -379,9 +457,7 @@ def _assemble(
     tokenizer = open_tokenizer(path, model, context)
     chat_template = ChatTemplate.open(path)
     held = process_memory()
-    if options.backend == "auto" and (choice := automatic_choice()):
-        notices.tell(choice)
-    backend = load_backend(options, notices.note)
+    backend = _started(options, model, index, notices)
     experts = {layer: found for layer, found in index.experts.items() if options.draft or layer < len(model.layers)}
     mapped = open_mapped(container, experts, options, on_host=not backend.on_device)
     if mapped is not None:
@@ -644,7 +720,7 @@ def ledger_of(
     kv_bytes = pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
     items = [
         Item("this program", held),
-        Item("resident weights", residents.nbytes),
+        Item("resident weights", residents.needed_nbytes),
         Item(
             f"key-value cache ({pool.pages * pool.page_tokens} tokens)", 0 if backend.on_device else kv_bytes, "--ctx"
         ),

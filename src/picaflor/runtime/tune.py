@@ -22,13 +22,16 @@ TAIL_FACTOR = 1.2
 
 Options = Mapping[str, int | str]
 TUNABLE: Mapping[str, type] = {
+    "backend": str,
     "threads": int,
     "direct": str,
     "read_engine": str,
     "read_threads": int,
     "queue_depth": int,
 }
-_WORDS = {"direct": ("auto", "on", "off"), "read_engine": ("auto", "threads", "io_uring")}
+DEVICES = ("cuda", "rocm")
+"""Backends with memory of their own that give the CPU's bits, so that a token does not tell which one ran."""
+_WORDS = {"backend": DEVICES, "direct": ("auto", "on", "off"), "read_engine": ("auto", "threads", "io_uring")}
 _MOST = {"threads": 1024, "read_threads": 256, "queue_depth": 1024}
 
 
@@ -119,11 +122,14 @@ def _compared(option: str, value: int | str, pairs: Sequence[tuple[Sample, Sampl
     return Step(option, value, (gains[0], gains[1]), noise, tail, kept)
 
 
-def axes(*, threads: int, streams: bool, engines: Sequence[str], readers: int) -> dict[str, list[int | str]]:
+def axes(
+    *, threads: int, streams: bool, engines: Sequence[str], readers: int, devices: Sequence[str] = ()
+) -> dict[str, list[int | str]]:
     """What is worth trying: `threads` are granted, `streams` says that experts are read while decoding, `engines` are
-    the read engines that work here, `readers` is how many reads are under way now."""
-    found: dict[str, list[int | str]] = {"threads": [n for n in (threads // 2, threads - 1) if 0 < n < threads]}
-    found["threads"] = list(dict.fromkeys(found["threads"]))
+    the read engines that work here, `readers` is how many reads are under way now, `devices` are backends of DEVICES
+    that can be expected to start."""
+    found: dict[str, list[int | str]] = {"backend": list(devices)}
+    found["threads"] = list(dict.fromkeys(n for n in (threads // 2, threads - 1) if 0 < n < threads))
     if streams:
         found["direct"] = ["on", "off"]
         found["read_engine"] = [engine for engine in engines if engine != "threads"]
@@ -162,9 +168,31 @@ def applied(options: Any, model: Model, index: ModelIndex, notices: Notices) -> 
     for name, value in values.items():
         if not _valid(name, value):
             notices.tell(f"tuned options: {name} {value!r:.40} is none that tune writes: left out")
-        elif getattr(options, name) in (None, "auto"):
+        elif getattr(options, name) in (None, "auto") and name != "backend":  # `auto` asks for it by `chosen_backend`
             taken[name] = value
     return replace(options, **taken), in_words(taken)
+
+
+def chosen_backend(options: Any, model: Model, index: ModelIndex) -> str:
+    """The backend that tune kept for this model and machine, `cpu` where it kept none."""
+    entry = options.tuned.get(key_of(model, index)) if options.tuned else None
+    kept = entry.get("options") if isinstance(entry, Mapping) else None
+    value = kept.get("backend") if isinstance(kept, Mapping) else None
+    return str(value) if value in DEVICES else "cpu"
+
+
+def device_gain(options: Any, model: Model, index: ModelIndex) -> tuple[str, float] | None:
+    """(backend, its speed by the CPU's) as tune measured it for this model and machine; None where it did not.
+
+    Of two comparisons the smaller one counts.
+    """
+    entry = options.tuned.get(key_of(model, index)) if options.tuned else None
+    for step in entry.get("steps", ()) if isinstance(entry, Mapping) else ():
+        if isinstance(step, Mapping) and step.get("option") == "backend" and step.get("value") in DEVICES:
+            gains = step.get("gains")
+            if isinstance(gains, Sequence) and gains and all(isinstance(gain, int | float) for gain in gains):
+                return str(step["value"]), 1 + min(gains)
+    return None
 
 
 def _valid(name: object, value: object) -> bool:

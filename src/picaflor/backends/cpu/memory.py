@@ -26,3 +26,17 @@ def allocate(nbytes: int) -> NDArray[np.uint8]:
     if nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
+
+
+def release(array: NDArray[np.uint8]) -> int:
+    """Give the memory of an array that `allocate` made back to the system: it reads as zeros until it is written again.
+
+    Returns its bytes, 0 where the memory is not of that kind or the system cannot take it.
+    """
+    owner: object = array
+    while isinstance(owner, np.ndarray | memoryview):
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
+    if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return 0
+    owner.madvise(mmap.MADV_DONTNEED)
+    return array.nbytes

@@ -75,6 +75,7 @@ DEVICE_SHARE: Final = 0.92
 class CudaBackend:
     """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
 
+    `reload` brings back to the host what `take` gave away, `released` bytes: it is called before the host computes on.
     `calls` counts steps that ran on the device, by operation. `graphs`: whether what is recorded from now on may be
     captured. Raises UsageError for a precision that there is not,
     UnsupportedKernel where no device can be used.
@@ -107,6 +108,8 @@ class CudaBackend:
         self._notice = notice
         self._matrices = Matrices(self.device)
         self.tier = ExpertTier(self.device, precision, free=self._free_bytes, notice=self._tell)
+        self.reload: Callable[[], None] | None = None
+        self.released = 0
         self._recorders: list[CudaRecorder] = []
         self._sampled = False
 
@@ -130,13 +133,20 @@ class CudaBackend:
         self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
     ) -> Weight:
         """Hold a matrix `[rows, cols]`. Its planes are copied to the device before the first program runs; they stay
-        with the host, which computes on where the device fails.
+        with the host, which computes on where the device fails, until `take`.
 
         Raises UnsupportedKernel for a format that this backend does not know, ValueError for planes of the wrong size.
         """
         self.table.cell(self.name, "matmul", format_name)
         handle = self._matrices.bind(name, format_name, shape, group_size, planes)
         return Weight(name, format_name, *shape, group_size, handle)
+
+    def take(self, weights: Sequence[Weight]) -> None:
+        """Copy matrices whose bytes are there to the device now and give the host's memory back."""
+        if self.reload is None:
+            raise RuntimeError("the host's bytes are given away, and nothing could bring them back")
+        for weight in weights:
+            self.released += self._matrices.take(weight.handle)
 
     def vector(self, name: str, values: F32) -> Vector:
         """Hold a copy of a parameter vector."""
@@ -243,6 +253,8 @@ class CudaBackend:
         )
 
     def _host(self) -> CpuBackend:
+        if self.released and self.reload is not None:
+            self.reload()
         return CpuBackend(threads=self.threads, precision=self.precision)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from picaflor.backends.cpu.memory import release
 from picaflor.backends.cuda.formats import DeviceWeight, hold
 from picaflor.formats import REGISTRY
 
@@ -27,6 +28,11 @@ class HeldMatrix:
         self.host = tuple(host)
         self._held = held
         self._device: DeviceWeight | None = None
+
+    @property
+    def copied(self) -> bool:
+        """Whether the device has it."""
+        return self._device is not None
 
     @property
     def device(self) -> DeviceWeight:
@@ -65,6 +71,12 @@ class Matrices:
             self._copies[key] = hold(matrix.format, matrix.shape, matrix.group_size, raw, self._device)
             self.nbytes += sum(plane.nbytes for plane in raw)
         return self._copies[key]
+
+    def take(self, matrix: HeldMatrix) -> int:
+        """Copy one whose bytes are there and give the host's memory back; how many bytes that were."""
+        if not matrix.copied:
+            _ = matrix.device
+        return sum(release(plane.reshape(-1).view(np.uint8)) for plane in matrix.host)
 
     def copy_all(self) -> None:
         """Copy what was bound since the last call. Its bytes must be there."""
