@@ -28,8 +28,10 @@ from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import forecast
 from picaflor.runtime.machine import StateFile
 from picaflor.runtime.sketch import sketch
+from picaflor.store.store import ExpertStore
 
 PROMPT, SEED, CHECKED = 8, 3, 12
+MOST_TRIAL_REPLAYS = 8
 READS = ("hits_prefetched", "prefetch_late", "prefetch_wasted", "wasted_bytes", "joined", "loads")
 
 
@@ -63,14 +65,27 @@ class Fresh:
         return self._engine.bytes_per_token()
 
 
+def settled(engine: Engine, fresh: Fresh, ids: Sequence[int]) -> None:
+    """Replay until it was tried whether reading ahead pays: half of a trial runs without."""
+    store = engine.plan.store
+    if not isinstance(store, ExpertStore) or not store.prefetch_in_words.startswith("auto"):
+        return
+    for _ in range(MOST_TRIAL_REPLAYS):
+        if store.prefetch.gain is not None:
+            return
+        fresh.decode_replay(ids[:PROMPT], ids[PROMPT:])
+
+
 def point(model: Path, options: EngineOptions, *, tokens: int, repeats: int) -> dict[str, Any]:
     """One row of the record."""
     expected, expected_hits = predicted(model, options)
     with Engine.open(model, options) as engine:
         ids = [int(token) for token in fixed_tokens(engine.vocabulary, PROMPT + tokens, SEED)]
         logits = engine.replay_logits(ids[:PROMPT], ids[PROMPT : PROMPT + CHECKED], exact=True)
+        fresh = Fresh(engine)
+        settled(engine, fresh, ids)
         bench = measure_decode(
-            Fresh(engine),
+            fresh,
             prompt=ids[:PROMPT],
             tokens=ids[PROMPT:],
             repeats=repeats,

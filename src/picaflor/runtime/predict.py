@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-AHEAD_LEFT = 0.4
-"""Part that reading ahead leaves of what the disk idles without it, as measured."""
+AHEAD_PART = 0.55
+"""Part of what the disk idles that reading ahead would fill if all that is expected were missing, as measured. It fills
+as much less as more of that is in memory."""
 
 Misses = Mapping[int, float]
 """How often a layer of a token misses m experts: parts that add to 1."""
@@ -80,7 +81,7 @@ def predict(
     missed = sum(part * m for layer in misses for m, part in layer.items())
     if ahead_bytes_per_s:
         least = max(missed * expert_bytes / ahead_bytes_per_s - step_s, 0.0)
-        waits = min(waits, least + AHEAD_LEFT * (waits - least))
+        waits -= AHEAD_PART * missed / chosen * max(waits - least, 0.0)
     seconds = {"reads": waits, "experts": experts_s, "everything else": step_s - experts_s}
     return Speed(
         tokens_per_s=1 / sum(seconds.values()),
