@@ -55,6 +55,7 @@ def _differ(a: Any, b: Any) -> int:
 
 def check_cases(backend: str, share: int, shares: int, seconds: float) -> list[Found]:
     """Every `shares`-th quick case: how many values have other bits than the CPU's, and the oracle's verdict."""
+    from picaflor.backends.cuda import capabilities
     from picaflor.conformance import suite
     from picaflor.conformance.case import Prepared
     from picaflor.conformance.check import compare, differing
@@ -62,7 +63,7 @@ def check_cases(backend: str, share: int, shares: int, seconds: float) -> list[F
 
     until = time.monotonic() + seconds
     found: list[Found] = []
-    cases = suite.pick(suite.all_cases())
+    cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells(backend))
     order = np.random.default_rng(1).permutation(len(cases))[share::shares]
     for number in order:
         case = cases[int(number)]

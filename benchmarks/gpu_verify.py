@@ -39,10 +39,11 @@ class Job:
 
 def all_jobs() -> list[Job]:
     """Every quick case and every fault, those of one cell in pieces."""
+    from picaflor.backends.cuda import capabilities
     from picaflor.conformance import mutation, suite
 
     cells: dict[tuple[str, str, str], list[int]] = {}
-    cases = suite.pick(suite.all_cases())
+    cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells("cuda"))
     for number, case in enumerate(cases):
         cells.setdefault(("case", case.format, case.op), []).append(number)
     keys = {(case.op, case.format): 0 for case in cases if case.op != mutation.WHOLE_PATH}
@@ -71,10 +72,11 @@ class Worker:
     """Does jobs in a process of its own."""
 
     def __init__(self, backend: str) -> None:
+        from picaflor.backends.cuda import capabilities
         from picaflor.conformance import mutation, suite
 
         self._backend = backend
-        self._cases = suite.pick(suite.all_cases())
+        self._cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells("cuda"))
         self._by_op: dict[tuple[str, str], list[Any]] = {}
         keys = {(case.op, case.format): 0 for case in self._cases if case.op != mutation.WHOLE_PATH}
         self._planted = list(mutation.plant((), (), keys))

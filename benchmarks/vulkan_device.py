@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from picaflor.backends.vulkan import capabilities
 from picaflor.backends.vulkan.backend import VulkanBackend
 from picaflor.backends.vulkan.device import Launch, Stream, adapters, open_gpu
 from picaflor.backends.vulkan.program import Moment
@@ -331,7 +332,7 @@ def part_verify(seconds: float, share: str, save: Callable[[Found], None]) -> Fo
     what is known after each case."""
     until = time.monotonic() + seconds
     first, shares = map(int, share.split("/"))
-    cases = suite.pick(suite.all_cases())
+    cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells())
     order = np.random.default_rng(1).permutation(len(cases))[first - 1 :: shares]
     found: Found = {"cases": len(order), "run": 0, "values": 0, "other_bits_than_before": 0, "other_bits_than_cpu": 0,
                     "largest_metric": {}, "failures": []}  # fmt: skip

@@ -93,6 +93,9 @@ constexpr int32_t code_offset(FormatId format) {
   return 0;
 }
 
+// Whether rows are stored rotated: a single one must be turned back, or meet what is rotated.
+constexpr bool rotated_rows(FormatId format) { return format == FormatId::e8_iq3; }
+
 // The order of digits that a format's codes meet.
 constexpr XLayout layout_of(FormatId format) {
   switch (format) {

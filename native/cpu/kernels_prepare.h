@@ -198,8 +198,8 @@ inline void prepare_digits(const XSpec& spec, const XView& view, const float* x,
   }
 }
 
-// One block of the rotation, in place: signs, Walsh-Hadamard butterflies, 1/sqrt(n).
-inline void rotate_block(float* x, int64_t n) {
+// The signs of a block of the rotation, in place.
+inline void turn_signs(float* x, int64_t n) {
   uint64_t state = static_cast<uint64_t>(kE8RotationSeed) + static_cast<uint64_t>(n);
   for (int64_t i = 0; i < n; i += 8) {
     state ^= state >> 12;
@@ -210,6 +210,10 @@ inline void rotate_block(float* x, int64_t n) {
       x[j] = (signs >> (j - i) & 1) != 0 ? -x[j] : x[j];
     }
   }
+}
+
+// Walsh-Hadamard butterflies and 1/sqrt(n) of a block, in place; its own inverse.
+inline void mix_block(float* x, int64_t n) {
   for (int64_t stride = 1; stride < n; stride *= 2) {
     for (int64_t i = 0; i < n; i += 2 * stride) {
       for (int64_t j = i; j < i + stride; ++j) {
@@ -229,7 +233,19 @@ inline void rotate_block(float* x, int64_t n) {
 inline void rotate(float* x, int64_t cols) {
   while (cols > 0) {
     const int64_t block = std::min<int64_t>(cols & -cols, kE8RotationMax);
-    rotate_block(x, block);
+    turn_signs(x, block);
+    mix_block(x, block);
+    x += block;
+    cols -= block;
+  }
+}
+
+// The inverse of rotate up to float32 rounding: makes a row of a rotated matrix, or a sum of such rows, a plain one.
+inline void rotate_back(float* x, int64_t cols) {
+  while (cols > 0) {
+    const int64_t block = std::min<int64_t>(cols & -cols, kE8RotationMax);
+    mix_block(x, block);
+    turn_signs(x, block);
     x += block;
     cols -= block;
   }

@@ -2,6 +2,7 @@
 // Must not know families, files or Python.
 #include <algorithm>
 
+#include "cpu/kernels_prepare.h"
 #include "cpu/program_steps.h"
 
 namespace picaflor {
@@ -145,11 +146,21 @@ void MlaStep::absorb(Arena& arena, Range block, Range group, float* absorbed, fl
       }
     }
   }
+  if (rotated_rows(kv_b.format)) {  // once per sum, not per row of W
+    for (int64_t slot = 0; slot < size / width; ++slot) {
+      rotate_back(absorbed + slot * width, width);
+    }
+  }
 }
 
 // out[row][head][v] = W[head * (nope + value) + nope + v] . absorbed[row][head]
-void MlaStep::expand(Arena& arena, Range block, Range group, const float* absorbed, float* decoded) const {
+void MlaStep::expand(Arena& arena, Range block, Range group, float* absorbed, float* decoded) const {
   const int64_t width = latent.width;
+  if (rotated_rows(kv_b.format)) {
+    for (int64_t slot = 0; slot < (block.end - block.begin) * (group.end - group.begin); ++slot) {
+      rotate(absorbed + slot * width, width);
+    }
+  }
   for (int64_t head = group.begin; head < group.end; ++head) {
     for (int64_t v = 0; v < value; v += kDecodedRows) {
       const int64_t count = std::min(kDecodedRows, value - v);

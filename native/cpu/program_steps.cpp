@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "cpu/kernels_prepare.h"
+
 namespace picaflor {
 
 void EmbedStep::run_rows(Arena& arena, Range range, int) {
@@ -13,6 +15,9 @@ void EmbedStep::run_rows(Arena& arena, Range range, int) {
       std::memset(out.at(row), 0, static_cast<size_t>(out.width) * sizeof(float));
     } else {
       kernels(arena).decode_row(table, token, out.at(row));
+      if (rotated_rows(table.format)) {
+        rotate_back(out.at(row), table.cols);
+      }
     }
   }
 }

@@ -135,7 +135,7 @@ struct MlaStep final : AttentionStep {
 
  private:
   void absorb(Arena& arena, Range rows, Range group, float* absorbed, float* decoded) const;
-  void expand(Arena& arena, Range rows, Range group, const float* absorbed, float* decoded) const;
+  void expand(Arena& arena, Range rows, Range group, float* absorbed, float* decoded) const;
 };
 
 struct GqaStep final : AttentionStep {

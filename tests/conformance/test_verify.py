@@ -264,8 +264,37 @@ def test_a_refused_cell_must_refuse() -> None:
     device = verify.open_device(What(), Variant("scalar", 1), "exact")
     cell = Cell("cpu", "matmul", "int8-row", "refused", reason="for this test")
     assert verify._refusal(cell, device) == "is declared refused, but was recorded"
-    right = Cell("cpu", "rows", "e8-iq3-lattice", "refused", reason="rotated")
-    assert verify._refusal(right, device) == ""
+    disabled = ("cpu.rows.int8-row", "cpu-scalar.rows.int8-row")
+    refusing: Any = load_backend(EngineOptions(threads=1, disable=disabled), lambda text: None)
+    right = Cell("cpu", "rows", "int8-row", "refused", reason="for this test")
+    assert verify._refusal(right, refusing) == ""
+
+
+def test_cases_of_a_refused_cell_are_left_out_and_its_refusal_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(options: EngineOptions, warn: Any) -> Any:
+        device: Any = load_backend(options, warn)
+        device.table._cells["cpu", "rows", "int8-row"] = Cell("cpu", "rows", "int8-row", "refused", reason="a test")
+        return device
+
+    monkeypatch.setattr(verify, "load_backend", refusing)
+    report = verify.verify(What(isa="scalar", ops=("rows",), precisions=("exact",)))
+    assert [str(failure) for failure in report.failures] == []
+    assert ("rows", "int8-row") not in report.counts
+    assert report.cells["refused"] == 1
+    assert report.chosen == sum(least[False] for (op, _), least in verify.MINIMUM.items() if op == "rows") - 6
+    monkeypatch.setattr(verify, "_refusal", lambda cell, device: f"{cell.name} does not refuse")
+    assert not verify.verify(What(isa="scalar", ops=("rows",), formats=("int8-row",))).good
+
+
+@pytest.mark.parametrize("op", ["rows", "row_axpy"])
+@pytest.mark.parametrize(
+    "kind", ["rotation missing", "rotation without signs", "rotation not normalised", "signs of the next 32"]
+)
+def test_rows_of_the_lattice_without_their_rotation_are_seen(op: str, kind: str) -> None:
+    fault = planted(kind_of(kind, "e8-iq3-lattice"))
+    what = What(isa="scalar", ops=(op,), formats=("e8-iq3-lattice",), precisions=("fast",), wrap=fault)
+    report = verify.verify(what)
+    assert len({failure.case for failure in report.failures}) == report.chosen
 
 
 @pytest.mark.parametrize("name", ["int4-row", "mxfp4", "e8-iq3-lattice", "fp8-e4m3-b128", "bf16"])

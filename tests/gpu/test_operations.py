@@ -8,6 +8,7 @@ from __future__ import annotations
 import gpu_support
 import pytest
 
+from picaflor.backends.cuda import capabilities
 from picaflor.conformance import suite
 from picaflor.conformance.case import Case, Prepared
 from picaflor.conformance.check import compare, differing
@@ -28,9 +29,8 @@ SOME = (
 
 def cases() -> list[Case]:
     """All cases of row operations, and some of those that walk over keys."""
-    return [
-        case for case in suite.pick(suite.all_cases()) if case.op in ROWS or case.op == "rows" or case.label in SOME
-    ]
+    every = suite.offered(suite.pick(suite.all_cases()), capabilities.cells("cuda"))
+    return [case for case in every if case.op in ROWS or case.op == "rows" or case.label in SOME]
 
 
 def test_the_chosen_cases_exist() -> None:

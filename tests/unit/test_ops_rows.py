@@ -7,8 +7,7 @@ import pytest
 from ops_support import F64, ISAS, VARIANTS, backend, batch, chain16, exp32, f32_weight, fma32, recorder, rig, same_bits
 
 from picaflor.backends.api import RopeStyle
-from picaflor.errors import UnsupportedKernel
-from picaflor.formats import REGISTRY
+from picaflor.formats import REGISTRY, e8_iq3
 from picaflor.formats.base import F32
 
 RNG = np.random.default_rng(11)
@@ -125,20 +124,29 @@ def test_embed_gives_rows_and_zeros_outside(isa: str, threads: int) -> None:
     assert same_bits(out, np.stack([table[6], table[0], np.zeros(40, np.float32), np.zeros(40, np.float32), table[3]]))
 
 
-def test_rows_of_a_rotated_format_are_refused_by_name() -> None:
-    device = backend("auto", 1)
+@pytest.mark.parametrize(("isa", "threads"), VARIANTS)
+@pytest.mark.parametrize("cols", [256, 200, 41])
+def test_rows_of_a_rotated_format_are_turned_back(isa: str, threads: int, cols: int) -> None:
+    device = backend(isa, threads)
     spec = REGISTRY["e8-iq3-lattice"]
     planes = []
-    for plane in spec.sample(np.random.default_rng(0), 4, 256, 0):
+    stored = spec.sample(np.random.default_rng(0), 4, cols, 0)
+    for plane in stored:
         memory = device.allocate(plane.nbytes)
         memory[:] = plane.reshape(-1).view(np.uint8)
         planes.append(memory)
-    weight = device.weight("embed", "e8-iq3-lattice", (4, 256), 0, planes)
-    r = recorder(device)
-    with pytest.raises(
-        UnsupportedKernel, match=r"embed: cpu\.rows\.e8-iq3-lattice is refused: its rows are stored rot"
-    ):
-        r.embed(weight, r.rows(256))
+    weight = device.weight("embed", "e8-iq3-lattice", (4, cols), 0, planes)
+
+    def record(r):  # type: ignore[no-untyped-def]
+        out = r.rows(cols)
+        r.embed(weight, out)
+        return out
+
+    out = rig(device, {}, record).run(batch(range(3), tokens=[2, 0, 4]))
+    rotated = spec.decode(stored, 4, cols, 0)
+    right = e8_iq3.unrotate(rotated)
+    assert not np.allclose(right, rotated, rtol=1e-2)
+    assert np.allclose(out, np.stack([right[2], right[0], np.zeros(cols)]), rtol=1e-5, atol=1e-5 * np.abs(right).max())
 
 
 @pytest.mark.parametrize(("isa", "threads"), VARIANTS)

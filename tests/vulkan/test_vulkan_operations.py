@@ -35,7 +35,7 @@ def cases() -> list[Case]:
     """The first cases of each operation and format, and some that walk over keys, tails and tiles."""
     taken: dict[tuple[str, str], int] = {}
     found = []
-    for case in suite.pick(suite.all_cases()):
+    for case in suite.offered(suite.pick(suite.all_cases()), capabilities.cells()):
         key = (case.op, case.format)
         taken[key] = taken.get(key, 0) + 1
         if case.op != "container" and (taken[key] <= EACH or case.label in MORE):

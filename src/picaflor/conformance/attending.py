@@ -29,6 +29,7 @@ from picaflor.conformance.case import (
 from picaflor.conformance.check import ROUNDING, Array, Expected
 from picaflor.conformance.oracle import Approx
 from picaflor.conformance.products import group_sizes, stored
+from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32, Format
 
 F64 = oracle.F64
@@ -203,6 +204,7 @@ class _LatentOracle:
     def __init__(self, history: History, kv_b: Matrix, top_k: int) -> None:
         self._history = history
         self._kv_b = stored(kv_b).weights.reshape(HEADS, NOPE + VALUE, kv_b.cols)
+        self._rotated = REGISTRY[kv_b.format].activation.rotated
         self._top_k = top_k
         self.scale = 1.0
         places = [place for step in history.steps for place in history.places(step)]
@@ -228,11 +230,13 @@ class _LatentOracle:
         rope_key = self._history.cached["rope_key"][sequence][visible].astype(np.float64)
         query = self._history.queries["q"][sequence][position].astype(np.float64).reshape(HEADS, NOPE + ROPE)[head]
         weights = self._kv_b[head, :NOPE]
-        absorbed = query[:NOPE] @ weights
-        sizes = np.abs(query[:NOPE]) @ np.abs(weights)
-        scores = latent @ absorbed + rope_key @ query[NOPE:]
-        terms = np.abs(latent) @ sizes + np.abs(rope_key) @ np.abs(query[NOPE:])
-        error = ROUNDING * (NOPE + latent.shape[1] // 16 + 10) * terms
+        sizes = np.abs(query[None, :NOPE]) @ np.abs(weights)
+        absorbed = Approx(query[None, :NOPE] @ weights, ROUNDING * NOPE * sizes, sizes)
+        if self._rotated:
+            absorbed = oracle.turned_back(absorbed)
+        scores = latent @ absorbed.values[0] + rope_key @ query[NOPE:]
+        terms = np.abs(latent) @ absorbed.terms[0] + np.abs(rope_key) @ np.abs(query[NOPE:])
+        error = ROUNDING * (latent.shape[1] // 16 + 10) * terms + np.abs(latent) @ absorbed.error[0]
         return scores * self.scale, error * self.scale
 
     def row(self, sequence: int, position: int) -> Approx:
@@ -243,6 +247,8 @@ class _LatentOracle:
         for head in range(HEADS):
             scores, score_error = self._scores(sequence, position, head)
             mixed = oracle.soft_mix(scores, float(score_error.max()), latent)
+            if self._rotated:
+                mixed = oracle.one_rotated(mixed)
             weights = self._kv_b[head, NOPE:]
             sizes = np.abs(weights)
             values.append(weights @ mixed.values)

@@ -44,6 +44,8 @@ MINIMUM: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType(
         ("row_axpy", "int3-g64"): (2, 3),
         ("matmul", "e8-iq3-lattice"): (19, 37),
         ("expert_ffn", "e8-iq3-lattice"): (5, 11),
+        ("rows", "e8-iq3-lattice"): (6, 6),
+        ("row_axpy", "e8-iq3-lattice"): (2, 3),
         ("matmul", "mxfp4"): (20, 39),
         ("expert_ffn", "mxfp4"): (5, 11),
         ("rows", "mxfp4"): (7, 7),

@@ -22,6 +22,7 @@ from picaflor.conformance.verify import (
     Variant,
     What,
     check_names,
+    offered,
     open_device,
     precisions_of,
     run_case,
@@ -118,12 +119,12 @@ def run_mutants(what: What, say: Say) -> MutationReport:
     """Plant all and judge. The widest instruction set on one thread computes; `verify` shows that the others agree."""
     cases = [case for case in suite.all_cases() if case.op != WHOLE_PATH]
     check_names(what, cases)
-    chosen = [Prepared(case) for case in suite.pick(cases, full=what.full)]
+    variant = variants(what.backend, what.isa)[-2]
+    plain: Any = open_device(what, variant, "standard")
+    chosen = [Prepared(case) for case in offered(plain, suite.pick(cases, full=what.full))]
     by_op: dict[tuple[str, str], list[Prepared]] = {}
     for case in chosen:
         by_op.setdefault((case.case.op, case.case.format), []).append(case)
-    variant = variants(what.backend, what.isa)[-2]
-    plain: Any = open_device(what, variant, "standard")
     judge = _Judge(what, variant, what.precisions or precisions_of(plain))
     report = MutationReport(plain.name, variant)
     every = list(plant(what.ops, what.formats, by_op))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.conformance.check import LARGEST_DIGIT, ROUNDING
-from picaflor.conformance.oracle_formats import Stored, rotate, rotation_spans
+from picaflor.conformance.oracle_formats import Stored, rotate, rotation_spans, unrotate
 from picaflor.formats.base import Format
 
 F64 = NDArray[np.float64]
@@ -34,7 +34,26 @@ def exactly(values: F64) -> Approx:
 
 def rotated(x: Approx) -> Approx:
     """`rotate` of approximate rows: float32 butterflies add roundings to every value of a block."""
-    values = rotate(x.values)
+    return _turned(x, rotate(x.values))
+
+
+def one_rotated(x: Approx) -> Approx:
+    """`rotated` of a single row `[cols]`."""
+    row = rotated(Approx(x.values[None], x.error[None], x.terms[None]))
+    return Approx(row.values[0], row.error[0], row.terms[0])
+
+
+def turned_back(x: Approx) -> Approx:
+    """`unrotate` of approximate rows, with the roundings of the same butterflies."""
+    out = _turned(x, unrotate(x.values))
+    terms = np.zeros(out.values.shape)
+    for start, size in rotation_spans(out.values.shape[1]):
+        part = slice(start, start + size)
+        terms[:, part] = x.terms[:, part].sum(axis=1, keepdims=True) / np.sqrt(size)
+    return Approx(out.values, out.error, terms)
+
+
+def _turned(x: Approx, values: F64) -> Approx:
     error = np.zeros(values.shape)
     for start, size in rotation_spans(values.shape[1]):
         part = slice(start, start + size)

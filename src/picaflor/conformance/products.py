@@ -202,7 +202,7 @@ def stored(matrix: Matrix) -> Stored:
 
 
 def rows_cases(spec: Format) -> Iterator[Case]:
-    """Rows of an embedding: exactly code times scale; a token outside the table gives zeros."""
+    """Rows of an embedding: exactly code times scale (rotated ones turned back); a token outside gives zeros."""
     blocks = ((130, 200),) if spec.scale.rows > 1 else ()
     for size in group_sizes(spec):
         for rows, cols in (*ROWS_SHAPES, *blocks):
@@ -236,9 +236,14 @@ def _rows(spec: Format, size: int, rows: int, cols: int, kind: str, *, full_only
             return run_rows(device, {}, {"y": cols}, record, batch=batch)
 
         def expect(precision: str) -> list[Expected]:
-            table = stored(matrix).weights
-            out = np.array([table[t] if 0 <= t < rows else np.zeros(cols) for t in tokens])
-            return [Expected(out)]
+            table = oracle.exactly(stored(matrix).weights)
+            if spec.activation.rotated:
+                table = oracle.turned_back(table)
+            values, error, terms = (
+                np.array([part[t] if 0 <= t < rows else np.zeros(cols) for t in tokens])
+                for part in (table.values, table.error, table.terms)
+            )
+            return [Expected(values, error, terms) if spec.activation.rotated else Expected(values)]
 
         return run, expect
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from picaflor.backends.table import Cell
 from picaflor.conformance import attending, blocks, containers, plain, products
 from picaflor.conformance.case import Case
 from picaflor.errors import UsageError
@@ -24,9 +25,8 @@ def all_cases() -> Iterator[Case]:
     for spec in REGISTRY.values():
         yield from products.matmul_cases(spec)
         yield from products.expert_cases(spec)
-        if not spec.activation.rotated:
-            yield from products.rows_cases(spec)
-            yield from attending.latent_cases(spec)
+        yield from products.rows_cases(spec)
+        yield from attending.latent_cases(spec)
     yield from products.mixed_cases()
     yield from attending.attention_cases()
     yield from attending.select_cases()
@@ -55,6 +55,12 @@ def pick(
         and (not wanted_sizes or case.group_size in wanted_sizes)
         and (full or not case.full_only)
     ]
+
+
+def offered(cases: Iterable[Case], cells: Iterable[Cell]) -> list[Case]:
+    """Without the cases of what a backend, whose cells these are, declares refused."""
+    refused = {(cell.op, cell.format) for cell in cells if cell.state == "refused"}
+    return [case for case in cases if (case.op, case.format) not in refused]
 
 
 def count(cases: Iterable[Case]) -> Mapping[tuple[str, str], int]:

@@ -154,8 +154,9 @@ def verify(what: What, say: Say = _quiet) -> Report:
             f"{_words(what)}: no case has all of this"
             f"{'' if what.full else ' (with --full there may be)'}; a run of nothing proves nothing"
         )
-    cases = what.shard.of_cases(chosen)
     plain: Any = load_backend(EngineOptions(backend=what.backend, threads=1), _quiet)
+    chosen = offered(plain, chosen)
+    cases = what.shard.of_cases(chosen) if chosen else []
     report = Report(plain.name, variants(what.backend, what.isa), list(what.precisions or precisions_of(plain)))
     report.shard, report.chosen = what.shard, len(chosen)
     report.counts = dict(suite.count(cases))
@@ -165,6 +166,11 @@ def verify(what: What, say: Say = _quiet) -> Report:
     _check_counts(what, suite.count(suite.pick(every, ops=what.ops, formats=what.formats, full=what.full)), report)
     _check_cells(what, plain, every, report)
     return report
+
+
+def offered(plain: Any, cases: Iterable[Case]) -> list[Case]:
+    """Without those of refused cells: `_check_cells` holds a backend to its refusals."""
+    return suite.offered(cases, (cell for cell in plain.table.cells() if cell.backend == plain.name))
 
 
 def _words(what: What) -> str:

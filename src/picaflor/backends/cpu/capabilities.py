@@ -50,10 +50,8 @@ PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
         "fp8-e4m3-b128": "native",
     }
 )
-ROTATED: Final[Mapping[str, str]] = MappingProxyType(
-    {"e8-iq3-lattice": "its rows are stored rotated, a single row is not the weight's"}
-)
-"""Formats without row operations, and why."""
+ROTATED: Final = "e8-iq3-lattice"
+"""The format whose rows are stored rotated: a row, or a sum of rows, is turned back after it was decoded."""
 
 
 def cells() -> Iterator[Cell]:
@@ -63,11 +61,7 @@ def cells() -> Iterator[Cell]:
             for op in WEIGHT_OPS:
                 yield Cell(backend, op, name, state)
             for op in ROW_OPS:
-                refused = ROTATED.get(name)
-                if refused is None:
-                    yield Cell(backend, op, name, "native")
-                else:
-                    yield Cell(backend, op, name, "refused", reason=refused)
+                yield Cell(backend, op, name, "composed" if name == ROTATED else "native")
         for op in FORMAT_FREE_OPS:
             yield Cell(backend, op, NO_FORMAT, "native")
 
