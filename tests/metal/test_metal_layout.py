@@ -12,7 +12,7 @@ from picaflor.backends.metal import layout, products
 from picaflor.backends.metal.library import copied, mx, on_host
 from picaflor.formats import REGISTRY
 
-assert metal_support.FAMILIES
+assert metal_support.NEAR
 ROWS = 7
 COLS = (1, 13, 17, 40, 63, 64, 200, 201, 255, 256, 520)
 KINDS = [(name, size) for name in layout.FORMATS for size in (REGISTRY[name].group_sizes or (0,))]

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from metal_support import IDS, greedy, logits, opened
+from device_support import GLM, IDS, failing, greedy, logits, opened
+from metal_support import NEAR, near
 
 from picaflor.backends.metal import library
 from picaflor.backends.metal.experts import Experts
@@ -19,17 +20,7 @@ from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.plan import EngineOptions, load_backend
 from picaflor.runtime.runner import Work
 
-GLM = "tiny_glm_int4g64"
 MODELS = (GLM, "tiny_glm_ragged_int4g16", "tiny_glm_dsa_f32", "tiny_glm_fp8_experts", "tiny_glm_e8", "qwen3_moe_tiny")
-NEAR = 2e-3
-"""Largest difference of a logit, as a part of the largest logit: the CPU stores activations in two digits."""
-
-
-def near(found: Any, expected: Any) -> bool:
-    """Within NEAR."""
-    return bool(np.isfinite(found).all()) and float(np.abs(found - expected).max()) <= NEAR * float(
-        np.abs(expected).max()
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,17 +88,10 @@ def test_calls_that_fail_are_computed_by_the_host(fail_after: int, chunk: int) -
     """With every call failing, what comes out is the CPU's, bit for bit, and the device has done nothing."""
     with opened(GLM, backend="cpu") as engine:
         expected = logits(engine, IDS)
-    warnings: list[str] = []
-    with opened(GLM, backend="metal", fail_after=fail_after, warnings=warnings) as engine:
-        found = logits(engine, IDS, chunk=chunk)
-        backend: Any = engine.plan.backend
-        assert backend.calls.total() == fail_after
-        assert sum(engine.record().fallbacks.values()) == 1
+    found, calls = failing(GLM, "metal", fail_after=fail_after, chunk=chunk)
+    assert calls == fail_after
     assert near(found, expected)
     assert (found.tobytes() == expected.tobytes()) == (fail_after == 0)
-    told = [line for line in warnings if "PICAFLOR_FAIL_AFTER" in line]
-    assert len(told) == 1
-    assert told[0].endswith("; cpu does this and all later such calls; to cure: unset PICAFLOR_FAIL_AFTER")
 
 
 def test_strict_makes_fallbacks_errors() -> None:

@@ -18,7 +18,7 @@ from picaflor.conformance.verify import What, verify
 from picaflor.formats import REGISTRY
 from picaflor.runtime.plan import EngineOptions, load_backend
 
-assert metal_support.FAMILIES
+assert metal_support.NEAR
 OPS = (*capabilities.WEIGHT_OPS, "rows", "row_axpy", *capabilities.FORMAT_FREE_OPS, "moe")
 
 

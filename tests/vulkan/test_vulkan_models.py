@@ -6,15 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vulkan_support import GPU, IDS, greedy, logits, opened, same
+from device_support import GLM, IDS, failing, greedy, logits, opened
+from vulkan_support import GPU, same
 
 from picaflor.conformance.case import f32_matrix, hold, make_batch, run_rows
 from picaflor.conformance.verify import Variant, What, open_device
 from picaflor.errors import OutOfBudget, UnsupportedKernel
 from picaflor.runtime.builtin import folder
 from picaflor.runtime.plan import EngineOptions, load_backend
-
-GLM = "tiny_glm_int4g64"
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +103,9 @@ def test_too_little_memory_for_one_expert() -> None:
 @pytest.mark.parametrize(("fail_after", "chunk"), [(0, 8), (30, 2)])
 def test_calls_that_fail_are_computed_by_the_host(fail_after: int, chunk: int, expected: Any) -> None:
     """With every call failing, what comes out is the CPU's, bit for bit, and the device has done nothing."""
-    warnings: list[str] = []
-    with opened(GLM, backend="vulkan", fail_after=fail_after, warnings=warnings) as engine:
-        found = logits(engine, IDS, chunk=chunk)
-        backend: Any = engine.plan.backend
-        assert backend.calls.total() == fail_after
-        fallbacks = engine.record().fallbacks
+    found, calls = failing(GLM, "vulkan", fail_after=fail_after, chunk=chunk)
+    assert calls == fail_after
     assert same(found, expected)
-    assert sum(fallbacks.values()) == 1
-    told = [line for line in warnings if "PICAFLOR_FAIL_AFTER" in line]
-    assert len(told) == 1
-    assert told[0].endswith("; cpu does this and all later such calls; to cure: unset PICAFLOR_FAIL_AFTER")
 
 
 def test_strict_makes_a_failing_call_an_error() -> None:

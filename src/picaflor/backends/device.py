@@ -8,13 +8,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import picaflor._native as _native
 from picaflor.backends.api import KVPlane, Precision, Vector, Weight
+from picaflor.backends.cells import HOST
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.threads import default_threads
@@ -24,9 +25,6 @@ from picaflor.backends.programs import DeviceFailed, Guard
 from picaflor.backends.recording import DeviceRecorder
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
-
-HOST: Final = "cpu"
-"""What computes after a call of a device has failed."""
 
 
 class DeviceBackend(ABC):

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
+from picaflor.backends import cells as devices
+from picaflor.backends.cells import HOST, ROTATED, ROW_OPS, WEIGHT_OPS, device_cells
 from picaflor.backends.cpu import capabilities as cpu
-from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell, State
+from picaflor.backends.table import CapabilityTable, Cell, State
+
+__all__ = [
+    "BACKEND", "FORMAT_FREE_OPS", "HOST", "HOST_OPS", "PRODUCTS", "ROTATED", "ROW_OPS", "WEIGHT_OPS", "cells",
+    "declare", "host_cells",
+]  # fmt: skip
 
 BACKEND: Final = "metal"
-HOST: Final = cpu.BACKEND
-"""What computes where this backend cannot, or after a call of the device has failed."""
-
-WEIGHT_OPS: Final = ("matmul", "expert_ffn")
-ROW_OPS: Final = ("rows", "row_axpy")
 PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
     {
         "f32": "native",
@@ -33,20 +35,10 @@ PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
         "fp8-e4m3-b128": "composed",
     }
 )
-ROTATED: Final = "e8-iq3-lattice"
 FORMAT_FREE_OPS: Final[Mapping[str, State]] = MappingProxyType(
     {
-        "rmsnorm": "native",
-        "layernorm": "native",
-        "rope": "composed",
-        "add": "native",
-        "silu_mul": "composed",
-        "kv_write": "native",
-        "index_select": "composed",
-        "attention": "composed",
-        "router": "composed",
-        "select_outputs": "native",
-        "sample": "composed",  # the host draws, from the row of logits that comes back anyway
+        **devices.FORMAT_FREE_OPS,
+        **dict.fromkeys(("rope", "silu_mul", "index_select", "attention", "router"), "composed"),
     }
 )
 HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
@@ -55,9 +47,7 @@ HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
 
 def cells() -> Iterator[Cell]:
     """Every cell of this backend."""
-    for name, state in PRODUCTS.items():
-        for op in (*WEIGHT_OPS, *ROW_OPS):
-            yield Cell(BACKEND, op, name, state)
+    yield from device_cells(BACKEND, PRODUCTS, FORMAT_FREE_OPS)
     for op in WEIGHT_OPS:
         yield Cell(
             BACKEND,
@@ -68,11 +58,6 @@ def cells() -> Iterator[Cell]:
             reason="MLX has no product for lattice codes",
             cure="--backend cpu, or convert the model to int4-grouped",
         )
-    for op in ROW_OPS:
-        reason = "its rows are stored rotated, a single row is not the weight's"
-        yield Cell(BACKEND, op, ROTATED, "refused", reason=reason)
-    for op, state in FORMAT_FREE_OPS.items():
-        yield Cell(BACKEND, op, NO_FORMAT, state)
 
 
 def host_cells() -> Iterator[Cell]:
