@@ -28,7 +28,7 @@
 #elif defined(__AVXVNNI__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avxvnni
-#define PICAFLOR_VNNI "{vex} vpdpbusd"
+#define PICAFLOR_VNNI "%{vex%} vpdpbusd"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define PICAFLOR_ISA isa_avx2
