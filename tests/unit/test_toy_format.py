@@ -9,7 +9,11 @@ import pytest
 
 from picaflor.backends.cpu import capabilities
 from picaflor.backends.cpu.backend import FORMAT_NUMBERS, open_backend
+from picaflor.backends.cuda import capabilities as cuda
+from picaflor.backends.metal import capabilities as metal
 from picaflor.backends.table import CapabilityTable, Cell
+from picaflor.backends.vulkan import capabilities as vulkan
+from picaflor.conformance import verify
 from picaflor.errors import UnsupportedKernel
 from picaflor.formats import REGISTRY, int8_row
 from picaflor.formats.base import F32, Format, Planes
@@ -33,12 +37,22 @@ def complete(table: CapabilityTable, registry: dict[str, Format]) -> None:
 
 
 def test_a_toy_format_fails_the_suite_naming_exactly_its_missing_cells() -> None:
+    """On every backend: their tables need nothing of what the backends need."""
     table = capabilities.declare(CapabilityTable())
+    table.declare([*cuda.cells("cuda"), *cuda.cells("rocm"), *metal.cells(), *vulkan.cells()])
     complete(table, dict(REGISTRY))
     with pytest.raises(AssertionError) as failure:
         complete(table, {**REGISTRY, TOY.name: TOY})
     named = str(failure.value).partition("refusal: ")[2].splitlines()[0].split(", ")
-    assert named == [f"{backend}.{op}.toy-thirds" for backend in ("cpu", "cpu-scalar") for op in OPS]
+    backends = ("cpu", "cpu-scalar", "cuda", "rocm", "metal", "vulkan")
+    assert named == [f"{backend}.{op}.toy-thirds" for backend in backends for op in OPS]
+
+
+def test_verify_names_exactly_the_missing_cells_of_a_toy_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRY, TOY.name, TOY)  # type: ignore[arg-type]
+    what = verify.What(isa="scalar", ops=OPS, formats=(TOY.name, "f32"), precisions=("exact",))
+    failures = [str(failure) for failure in verify.verify(what).failures]
+    assert failures == [f"cpu.{op}.toy-thirds: is declared neither as a kernel nor as waived or refused" for op in OPS]
 
 
 def test_every_missing_operation_is_named_and_declared_ones_are_not() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picaflor import settings
+from picaflor.backends.cells import ROW_OPS, WEIGHT_OPS
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.conformance import attending, suite
 from picaflor.conformance.case import Case, Device, Prepared, hold, make_matrix, random, start
@@ -169,8 +170,15 @@ def verify(what: What, say: Say = _quiet) -> Report:
 
 
 def offered(plain: Any, cases: Iterable[Case]) -> list[Case]:
-    """Without those of refused cells: `_check_cells` holds a backend to its refusals."""
-    return suite.offered(cases, (cell for cell in plain.table.cells() if cell.backend == plain.name))
+    """Without those of cells that are refused or missing: `_check_cells` tries the former and names the latter."""
+    missing = missing_cells(plain)
+    known = (case for case in cases if f"{plain.name}.{case.op}.{case.format}" not in missing)
+    return suite.offered(known, (cell for cell in plain.table.cells() if cell.backend == plain.name))
+
+
+def missing_cells(plain: Any) -> list[str]:
+    """Names of the cells that the backend lacks: each registered format needs one per operation that reads weights."""
+    return [name for name in plain.table.missing(REGISTRY, WEIGHT_OPS + ROW_OPS) if name.startswith(f"{plain.name}.")]
 
 
 def _words(what: What) -> str:
@@ -251,6 +259,10 @@ def minimum(what: What) -> Mapping[tuple[str, str], int]:
 def _check_cells(what: What, plain: Any, cases: Iterable[Case], report: Report) -> None:
     """Every cell of the backend's table that claims to work has cases; a refused one does refuse, by its name."""
     covered = {(case.op, case.format) for case in cases}
+    for name in missing_cells(plain):
+        _, op, format_name = name.split(".", 2)
+        if (not what.ops or op in what.ops) and (not what.formats or format_name in what.formats):
+            report.failures.append(Failure(name, "", "is declared neither as a kernel nor as waived or refused"))
     for cell in plain.table.cells():
         wanted = (not what.ops or cell.op in what.ops) and (not what.formats or cell.format in what.formats)
         if cell.backend != plain.name or not wanted:
