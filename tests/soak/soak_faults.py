@@ -163,7 +163,7 @@ def reads(world: World, draw: random.Random) -> None:
 def cut(world: World, draw: random.Random) -> None:
     """The model's file is cut while it runs, and made whole again."""
     said: list[str] = []
-    with opened(world, draw, said) as engine:
+    with opened(world, draw, said, mapped=draw.choice(("on", "off"))) as engine:
         checked(world, engine)
         with world.shard.open("r+b") as file:
             file.truncate(draw.randrange(len(world.bytes)))
