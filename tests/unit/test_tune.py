@@ -79,9 +79,8 @@ def test_a_longer_tail_is_not_kept() -> None:
 
 def test_only_what_cannot_change_a_token_is_tried() -> None:
     wanted = axes(threads=8, streams=True, engines=("threads", "io_uring"), readers=8)
-    assert (
-        set(wanted) == {"threads", "direct", "read_engine", "read_threads", "queue_depth"} == set(TUNABLE) - {"backend"}
-    )
+    tried = {"threads", "direct", "read_engine", "read_threads", "queue_depth", "prefetch"}
+    assert set(wanted) == tried == set(TUNABLE) - {"backend"}
     assert axes(threads=1, streams=False, engines=(), readers=8, devices=["cuda"]) == {"backend": ["cuda"]}
     assert wanted["threads"] == [4, 7]
     assert 8 not in wanted["read_threads"]
@@ -122,6 +121,7 @@ def test_tuned_options_fill_in_what_the_user_left_open() -> None:
         ("threads", True),
         ("threads", "2"),
         ("direct", "maybe"),
+        ("prefetch", True),
         ("backend", "vulkan"),
         ("queue_depth", 1e9),
     ],
@@ -205,3 +205,25 @@ def test_the_command_keeps_what_it_found_and_runs_use_it(
     assert "tuned for this machine and model: threads 2 (" in capsys.readouterr().err
     assert cli.main([*words, "--tuned-file", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"picaflor: error: --tuned-file: {tmp_path / 'none'} is no file\n"
+
+
+def test_a_new_file_is_made_and_what_cannot_be_kept_is_printed_and_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    new = tmp_path / "new.json"
+    assert cli.main(["tune", "--tokens", "4", "--repeats", "2", "--tuned-file", str(new)]) == 0
+    assert capsys.readouterr().out.endswith(f" now; in {new}\n")
+    assert new.exists()
+    (tmp_path / "file").touch()
+    where = tmp_path / "file" / "tuned.json"
+    words = ["tune", "--tokens", "4", "--repeats", "2", "--tuned-file", str(where)]
+    assert cli.main([*words, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["file"] is None
+    assert json.loads(out)["tokens_per_s"] > 0
+    assert [line for line in err.splitlines() if line.startswith("picaflor")] == [
+        f"picaflor: error: the tuned options are not kept: {where}: ignored: Not a directory; "
+        f"{where}: cannot be written: File exists"
+    ]

@@ -49,7 +49,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         raise PicaflorError("no folder for state: set XDG_STATE_HOME or HOME, or give --tuned-file")
     if where.is_dir():
         raise UsageError(f"--tuned-file {where}: is a directory; give a file")
-    base = replace(engine_options(settings), tuned={})
+    base = engine_options(replace(settings, tuned=False))  # the file is to be written: it need not be there
     with _open(path, base) as engine:
         key = key_of(engine.plan.model, engine.plan.index)
         name, granted = engine.name, engine.threads
@@ -72,12 +72,17 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     found = search(wanted, measure, applies=applies, progress=lambda done, total: line("comparing", done, total))
     line.clear()
     entry = _entry(name, found)
-    if not StateFile(where, warn=line.warn).put(key, entry):
-        raise PicaflorError(f"{where}: the tuned options could not be kept")
+    said: list[str] = []
+    kept = StateFile(where, warn=said.append).put(key, entry)
     if settings.json:
-        print(json.dumps({"kind": "tune", "model": name, "file": str(where), "key": key, **entry}))
+        file = str(where) if kept else None
+        print(json.dumps({"kind": "tune", "model": name, "file": file, "key": key, **entry}))
     else:
-        _print(name, found, where)
+        _print(name, found, f"in {where}" if kept else "not kept")
+    if not kept:
+        raise PicaflorError(f"the tuned options are not kept: {'; '.join(said)}")
+    for text in said:
+        line.warn(text)
 
 
 def refuse_lossy(settings: Settings) -> None:
@@ -126,7 +131,7 @@ def _entry(name: str, found: Tuned) -> dict[str, Any]:
     }
 
 
-def _print(name: str, found: Tuned, where: Path) -> None:
+def _print(name: str, found: Tuned, where: str) -> None:
     from picaflor.runtime.tune import in_words
 
     for step in found.steps:
@@ -135,4 +140,4 @@ def _print(name: str, found: Tuned, where: Path) -> None:
         print(f"{in_words({step.option: step.value})}: {gains}, noise {step.noise:.1%}: {words}")
     kept = in_words(found.options) or "nothing: the defaults are as fast as anything that was tried"
     print(f"{name}: {counted(len(found.steps), 'candidate')} tried, kept {kept}")
-    print(f"{format_rate(found.before)} tokens/s before, {format_rate(found.after)} now; in {where}")
+    print(f"{format_rate(found.before)} tokens/s before, {format_rate(found.after)} now; {where}")

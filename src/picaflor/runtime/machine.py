@@ -77,7 +77,8 @@ class StateFile:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            self._warn(f"{show_path(self._path)}: ignored: {error}")
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._warn(f"{show_path(self._path)}: ignored: {reason}")
             return {}
         entries = value.get("entries") if isinstance(value, dict) and value.get("version") == VERSION else None
         if not isinstance(entries, dict):
