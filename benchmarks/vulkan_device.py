@@ -4,11 +4,11 @@
         [--tilings 32,4,1,3 ...] [--seconds 60] [--share 1/4]
 
 Prints one JSON object. `info`: adapter, limits, features. `speed`: bytes of weights per second of products and of a
-group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins), over more memory than a
-cache holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in model's
-greedy tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
+group of experts as part of the fastest copy, per tiling (lanes, rows, teams, steps, twins, spread), over more memory
+than a cache holds. `verify`: quick cases beside the CPU's bits until the seconds are over. `model`: the built-in
+model's greedy tokens beside the CPU's. A part that fails leaves its error in the object, and exit code 1.
 
-Times: launches are recorded before the clock starts; time of many rounds less that of one, over their number. The
+Times: commands are made before the clock starts; time of many rounds less that of one, over their number. The
 waiting of each launch for the one before is in them (`in order`: all write to the same rows), or not (`apart`).
 """
 
@@ -43,8 +43,8 @@ HIDDEN, INNER, TOP_K = 6144, 2048, 8
 GROUP = 64
 ROTATE_BYTES = 600_000_000
 TILINGS = (
-    "32,4,1,3", "32,8,1,1", "32,2,1,3", "32,4,1,3,0", "32,4,4,1", "32,4,2,3", "64,4,1,2", "32,8,2,1", "32,4,1,1",
-    "16,4,2,3",
+    "32,4,1,3", "32,4,1,1,1,4", "32,4,1,3,0", "32,2,1,1,1,4", "32,4,2,1,1,4", "32,8,1,1,1,4", "32,4,4,1", "32,4,2,3",
+    "32,2,2,1,0,4", "32,4,1,1,0,4",
 )  # fmt: skip
 
 
@@ -69,9 +69,10 @@ def seconds_of(gpu: Any, buffer: Any, encode: Encode, rounds: int, repeats: int)
     def once(count: int) -> float:
         stream = Stream(gpu)
         encode(stream, count)
+        commands = stream.finish()
         gpu.read(buffer, 0, 4)
         started = time.perf_counter()
-        stream.submit()
+        gpu.device.queue.submit([commands])
         gpu.read(buffer, 0, 4)
         return time.perf_counter() - started
 
@@ -277,9 +278,9 @@ def lines_of(products: Sequence[Products], experts: Experts, repeats: int, *, sh
 
 
 def tiling_of(text: str) -> Tiling:
-    """`lanes,rows,teams,steps`, then 0 where gate and up are to be multiplied one after the other."""
-    lanes, rows, teams, steps, *twins = map(int, text.split(","))
-    return Tiling(lanes, rows, teams, steps, bool(twins[0]) if twins else True)
+    """Its fields, the first four or more."""
+    lanes, rows, teams, steps, *more = map(int, text.split(","))
+    return Tiling(lanes, rows, teams, steps, bool(more[0]) if more else True, more[1] if len(more) > 1 else 1)
 
 
 def part_speed(tilings: Sequence[str], seconds: float, save: Callable[[Found], None], *, quick: bool) -> Found:
@@ -335,7 +336,7 @@ def part_verify(seconds: float, share: str, save: Callable[[Found], None]) -> Fo
     cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells())
     order = np.random.default_rng(1).permutation(len(cases))[first - 1 :: shares]
     found: Found = {"cases": len(order), "run": 0, "values": 0, "other_bits_than_before": 0, "other_bits_than_cpu": 0,
-                    "largest_metric": {}, "failures": []}  # fmt: skip
+                    "largest_metric": {}, "failures": [], "unlike": {}}  # fmt: skip
     for number in order:
         if time.monotonic() > until:
             break
@@ -350,7 +351,10 @@ def part_verify(seconds: float, share: str, save: Callable[[Found], None]) -> Fo
                 continue
             found["values"] += sum(array.size for array in here)
             found["other_bits_than_before"] += differing(here, again)
-            found["other_bits_than_cpu"] += differing(here, there)
+            unlike = differing(here, there)
+            found["other_bits_than_cpu"] += unlike
+            if unlike:
+                found["unlike"][f"{case.case.label} {precision}"] = unlike
             largest = found["largest_metric"]
             largest[precision] = max(largest.get(precision, 0.0), outcome.metric)
             if outcome.fault:

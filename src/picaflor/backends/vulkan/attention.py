@@ -293,7 +293,7 @@ fn run(wid: u32, lid: u32) {{
     workgroupBarrier();
     let z = tree(lid / 16u) * p.inv_dim;
     workgroupBarrier();
-    total = fm(weights[row * p.w_stride + p.w_at + head], select(z, 0.0, z < 0.0), total);
+    total = fm(weights[row * p.w_stride + p.w_at + head], relu(z), total);
   }}
   if (lid % 16u == 0u && position < visible) {{ scores[local * p.line + position] = total * p.inv_heads; }}
 }}

@@ -98,13 +98,16 @@ class Reader:
         return _WIDE[self.format] if self.wide else 8
 
     def text(self) -> str:
-        """All functions: `byte`, `word`, `half`, `scale`, and `element` or `pair`."""
+        """All functions: `byte`, `word`, `scale`, `meet` (a scale times a number), and `element` or `pair`."""
         x, codes = self.prefix, self.codes
         parts = [
             _loads(f"{x}c_", codes, wide=self.wide, aligned=self.aligned),
             _loads(f"{x}s_", self.scales, wide=self.wide and self.scales == codes, aligned=self.scales_aligned),
             _scale(self),
         ]
+        if self.integer:
+            product = "powers(u32(scale), v)" if self.format == "mxfp4" else "scale * v"
+            parts.append(f"fn {x}meet(scale: f32, v: f32) -> f32 {{ return {product}; }}\n")
         if not REGISTRY[self.format].activation.rotated:
             body = _ELEMENTS[self.format].replace("@", x)
             parts.append(f"fn {x}element(codes_at: u32, scales_at: u32, row: u32, col: u32) -> f32 {{\n{body}\n}}\n")
@@ -170,7 +173,7 @@ def _scale(reader: Reader) -> str:
     if reader.format == "e8-iq3-lattice":
         body = _E8_SCALE.replace("@", x)
     elif reader.format == "mxfp4":
-        body = f"  return half_power({x}s_byte(scales_at + row * p.{x}groups + g));"
+        body = f"  return f32({x}s_byte(scales_at + row * p.{x}groups + g));"
     else:
         if spec.scale.rows > 1:
             index = f"(row / {spec.scale.rows}u) * p.{x}groups + g"
@@ -198,10 +201,15 @@ fn fp4(nibble: u32) -> u32 {{
 fn fp4x4(v: u32) -> u32 {{
   return fp4(v & 15u) | (fp4((v >> 8u) & 15u) << 8u) | (fp4((v >> 16u) & 15u) << 16u) | (fp4((v >> 24u) & 15u) << 24u);
 }}
-fn half_power(e: u32) -> f32 {{
+fn powers(e: u32, v: f32) -> f32 {{  // v * 2^(e - 128); that power itself may be too small for a device
   if (e == 255u) {{ return bitcast<f32>(0x7fc00000u | (e & 1u)); }}
-  if (e < 2u) {{ return bitcast<f32>(0x00200000u << e); }}
-  return bitcast<f32>((e - 1u) << 23u);
+  let half = e >> 1u;
+  return (v * bitcast<f32>((half + 63u) << 23u)) * bitcast<f32>((e - half + 63u) << 23u);
+}}
+fn fp4_value(m: i32, e: u32) -> f32 {{  // below the smallest normal number the bits are the integer
+  let k = u32(abs(m)) << (21u + min(e, 2u));
+  if (e < 2u && k < 0x800000u) {{ return bitcast<f32>(k | select(0u, 0x80000000u, m < 0)); }}
+  return powers(e, f32(m));
 }}
 """
 _F16: Final = """
@@ -248,8 +256,8 @@ _ELEMENTS: Final[Mapping[str, str]] = {
     f"  let v = f32(i32(low | (high << 2u)) - {int3_g64.BIAS});\n"
     f"  return v * @scale(codes_at, scales_at, row, col / {int3_g64.GROUP}u);",
     "mxfp4": "  let b = @c_byte(codes_at + row * p.@row_bytes + col / 2u);\n"
-    "  let v = f32(signed(fp4((b >> (4u * (col & 1u))) & 15u), 8u));\n"
-    f"  return v * @scale(codes_at, scales_at, row, col / {mxfp4.GROUP}u);",
+    "  let m = signed(fp4((b >> (4u * (col & 1u))) & 15u), 8u);\n"
+    f"  return fp4_value(m, u32(@scale(codes_at, scales_at, row, col / {mxfp4.GROUP}u)));",
     "fp8-e4m3-b128": "  let v = e4m3(@c_byte(codes_at + row * p.@row_bytes + col));\n"
     f"  return v * @scale(codes_at, scales_at, row, col / {fp8_b128.BLOCK}u);",
 }

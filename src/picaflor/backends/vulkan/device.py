@@ -166,16 +166,17 @@ class Stream:
 
     def submit(self) -> None:
         """Give the device all launches since the last call."""
-        commands = self._finish()
+        commands = self.finish()
         if commands is not None:
             self.gpu.device.queue.submit([commands])
             self.submits += 1
 
     def drop(self) -> None:
         """Forget the launches since the last submit."""
-        self._finish()
+        self.finish()
 
-    def _finish(self) -> Any:
+    def finish(self) -> Any:
+        """The launches since the last submit as one buffer of commands, None where there are none."""
         if self._pass is None:
             return None
         self._pass.end()

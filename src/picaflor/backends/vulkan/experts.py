@@ -269,7 +269,8 @@ class ExpertCall:
 
     def _tile(self, together: int, *matrices: MatrixLayout) -> Tile:
         floats = any(needs(one.format, one.group_size, self._work.precision) is None for one in matrices)
-        return tile_for(self._work.gpu.tiling, together, floats=floats)
+        groups = max(shape_of(one.format, one.cols, one.group_size).groups for one in matrices)
+        return tile_for(self._work.gpu.tiling, together, groups, floats=floats)
 
     def _side(self, matrix: MatrixLayout, prefix: str, source: Source, rows: int, tile: Tile, together: int,
               vectors: bool, shared: dict[Any, Prepared]) -> _Side:  # fmt: skip

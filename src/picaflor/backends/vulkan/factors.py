@@ -63,7 +63,7 @@ def factor_for(tiling: Tiling, tile: Tile, reader: Reader, planes: int, groups: 
     """How a matrix with so many groups side by side is computed in a tile."""
     if not planes:
         return Factor(reader, planes, tile)
-    teams = tile.lanes // tiling.lanes if tile.lanes % tiling.lanes == 0 else 1
+    teams = tile.lanes // tile.share
     while 2 * groups <= tile.lanes // teams and tile.rows % (2 * teams) == 0:
         teams *= 2
     if not reader.wide:
@@ -166,7 +166,7 @@ def _terms_of_a_group(factor: Factor, together: int, step: int) -> list[str]:
         line = f"{r // rows * factor.tile.rows + r % rows}u + team * {rows}u"
         for s in range(together):
             place = f"(({line}) * {together}u + {s}u) * {_stride(factor)}u + {step * lanes}u + lane"
-            text.append(f"terms[{place}] = vec2<f32>({_dot(r, s, planes)}, scale{r} * xs{s});")
+            text.append(f"terms[{place}] = vec2<f32>({_dot(r, s, planes)}, {x}meet(scale{r}, xs{s}));")
     return [*text, "}"]
 
 

@@ -25,6 +25,17 @@ fn times(a: u32, b: u32) -> vec2<u32> {  // (high, low) of a product of two numb
   let two = (a & 0xffffu) * (b >> 16u) + (one & 0xffffu);
   return vec2<u32>((a >> 16u) * (b >> 16u) + (one >> 16u) + (two >> 16u), (two << 16u) | (low & 0xffffu));
 }
+// (quotient, rest) of a number below 2^48, whose low half is given, by d below 2^25; `near` is nearly the quotient.
+fn divided(low: u32, d: u32, near: f32) -> vec2<u32> {
+  var q = u32(near);
+  var r = bitcast<i32>(low - q * d);
+  let off = i32(floor(f32(r) / f32(d)));
+  q += bitcast<u32>(off);
+  r -= off * i32(d);
+  if (r < 0) { q -= 1u; r += i32(d); }
+  if (r >= i32(d)) { q += 1u; r -= i32(d); }
+  return vec2<u32>(q, u32(r));
+}
 fn above(a: vec2<u32>, b: vec2<u32>) -> bool { return a.x > b.x || (a.x == b.x && a.y > b.y); }
 // A value that lies exactly between two integers: -1, 0, 1 as float64's rounding of Q / m takes it below, at or above.
 fn leaning(mx: u32, mm: u32) -> i32 {
@@ -48,15 +59,9 @@ fn quantized(bits: u32, most: u32) -> i32 {
   if (most < 0x0da24260u || most >= 0x7f800000u || e == 0u || d > 24u) { return 0; }  // 0x0da24260 is 1e-30
   let mx = (bits & 0x7fffffu) | 0x800000u;
   let mm = (most & 0x7fffffu) | 0x800000u;
-  let n = times(mx, Q);
-  var rest = (n.x << 8u) | (n.y >> 24u);
-  var whole = 0u;
-  for (var k = 1u; k <= 24u; k++) {
-    rest = (rest << 1u) | ((n.y >> (24u - k)) & 1u);
-    let fits = rest >= mm;
-    rest = select(rest, rest - mm, fits);
-    whole = (whole << 1u) | select(0u, 1u, fits);
-  }
+  let parts = divided(mx * Q, mm, f32(mx) * f32(Q) / f32(mm));
+  let whole = parts.x;
+  let rest = parts.y;
   var q = whole >> d;
   let below = whole & ((1u << d) - 1u);
   var side = 0;  // of the middle between q and q + 1
@@ -79,14 +84,10 @@ fn step_bits(most: u32) -> u32 {  // m / Q, rounded once
   let mm = (most & 0x7fffffu) | 0x800000u;
   let divisor = Q << Q_SHIFT;
   let one = mm >= divisor;
-  var rest = select(mm << 1u, mm, one);
-  var whole = 0u;
-  for (var k = 0u; k < 24u; k++) {
-    let fits = rest >= divisor;
-    rest = select(rest, rest - divisor, fits);
-    whole = (whole << 1u) | select(0u, 1u, fits);
-    rest <<= 1u;
-  }
+  let start = select(mm << 1u, mm, one);
+  let parts = divided(start << 23u, divisor, f32(start) / f32(divisor) * 8388608.0);
+  var whole = parts.x;
+  let rest = 2u * parts.y;
   let up = rest > divisor || (rest == divisor && (whole & 1u) == 1u);
   whole += select(0u, 1u, up);
   let exponent = (most >> 23u) + Q_SHIFT - 23u - select(1u, 0u, one);

@@ -279,7 +279,7 @@ class VulkanRecorder(DeviceRecorder):
 
     def _factor(self, held: HeldMatrix, prepared: Prepared | None, together: int) -> Factor:
         tiling, shape = self._gpu.tiling, held.shape
-        tile = tile_for(tiling, together, floats=prepared is None)
+        tile = tile_for(tiling, together, shape.groups, floats=prepared is None)
         planes = 0 if prepared is None else prepared.needs.planes
         return factor_for(tiling, tile, held.reader(vectors=True), planes, shape.groups, shape.group, together)
 

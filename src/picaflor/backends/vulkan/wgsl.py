@@ -66,9 +66,12 @@ fn exp_(x: f32) -> f32 {
 }
 fn sigmoid(z: f32) -> f32 { return div(1.0, 1.0 + exp_(0.0 - z)); }
 fn silu(z: f32) -> f32 { return div(z, 1.0 + exp_(0.0 - z)); }
+fn relu(z: f32) -> f32 {  // by its bits: a compiler may take a comparison for one that drops NaN
+  return select(z, 0.0, bitcast<u32>(z) >= 0x80000000u && !unordered(z));
+}
 fn rank(x: f32) -> u32 {
   if (unordered(x)) { return 0u; }
-  let bits = select(bitcast<u32>(x), 0u, x == 0.0);
+  let bits = select(bitcast<u32>(x), 0u, (bitcast<u32>(x) & 0x7fffffffu) == 0u);
   return select(bits | 0x80000000u, ~bits, bits >= 0x80000000u);
 }
 """
