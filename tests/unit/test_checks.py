@@ -213,3 +213,15 @@ def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path: Path) -> 
         os.utime(tmp_path / name, (1.0, 1.0))
     write_text(path, "{}")
     assert sorted(file.name for file in tmp_path.iterdir() if file.is_file()) == sorted([path.name, *names[1:]])
+
+
+def test_plan_of_mapped_experts_says_what_it_is_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(model), *RATES, "--mapped", "on"]) == 0
+    assert warnings(capsys.readouterr().err) == [
+        "picaflor: warning: a run uses experts where they lie (--mapped on); the plan is for experts in slots, as with "
+        "--mapped off"
+    ]
+    (shard,) = model.glob("*.safetensors")
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert cli.main(["plan", str(model), *RATES]) == 0
+    capsys.readouterr()

@@ -28,6 +28,7 @@ from picaflor.runtime.plan import EngineOptions, Residents
 from picaflor.runtime.reading import Reading
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.store.budget import Item, Ledger, Source, fit, process_memory
+from picaflor.store.mapped import lies_in_memory
 from picaflor.store.reader import ExpertFiles
 from picaflor.store.store import WORKING_SLOTS
 
@@ -157,6 +158,11 @@ def _sketch(
     charged = held.charged if held else 0
     reading = planning.read_plan(container, experts, options, charged, notices) if _complete(container) else Reading()
     files = ExpertFiles(container, experts, blocks=reading.direct_shards) if experts else None
+    if files is not None and (options.mapped == "on" or (options.mapped == "auto" and lies_in_memory(files))):
+        why = "--mapped on" if options.mapped == "on" else "files in memory"
+        notices.tell(
+            f"a run uses experts where they lie ({why}); the plan is for experts in slots, as with --mapped off"
+        )
     layouts = files.layouts if files is not None else planning.no_layouts
     residents = Residents(index, backend, layouts, allocate=_Blank(index))
     residents.blank_vectors()
