@@ -185,7 +185,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
         started = time.perf_counter()
         step(number)
         times.append(time.perf_counter() - started)
-    graph = _graph_ms(program)
+    graph, submit = _graph_ms(program, batch), _submit_ms(program, lambda: step(0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         started = time.perf_counter()
         for number in range(8):
@@ -201,7 +201,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     nbytes = sum(engine.bytes_per_token().values())
     floor = nbytes / device.measure_rates().memory
     return {
-        "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph,
+        "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph, "submit_ms": submit,
         "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
         "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
         "launches": sum(event.count for event in events) // 8,
@@ -210,11 +210,28 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     }  # fmt: skip
 
 
-def _graph_ms(program: Any) -> float | None:
-    """Milliseconds of the last captured graph, None where a step is more than one."""
+def _submit_ms(program: Any, step: Callable[[], None]) -> float:
+    """Milliseconds of the host until a step's work is with the device."""
+    real, times = program.run, []
+
+    def timed(*arguments: Any) -> None:
+        started = time.perf_counter()
+        real(*arguments)
+        times.append(time.perf_counter() - started)
+
+    program.run = timed
+    for _ in range(7):
+        step()
+    program.run = real
+    return round(statistics.median(times) * 1e3, 3)
+
+
+def _graph_ms(program: Any, batch: int) -> float | None:
+    """Milliseconds of the last captured graph of so many rows, None where a step is more than one."""
     import torch
 
-    known = [parts for parts in program._graphs.values() if all(part.captured is not None for part in parts)]
+    found = [parts for key, parts in program._graphs.items() if key[:2] == (batch, batch)]
+    known = [parts for parts in found if all(part.captured is not None for part in parts)]
     if not known or len(known[-1]) != 1:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -31,7 +31,8 @@ TILES = [
     ManyTile(128, 128, 1, 3, 8), ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 2), ManyTile(64, 128, 2, 2),
     ManyTile(64, 64, 1, 4), ManyTile(64, 64, 2, 2), ManyTile(128, 64, 2, 3), ManyTile(128, 64, 1, 3, 8),
     ManyTile(128, 128, 2, 3, 8), ManyTile(64, 256, 1, 3, 8), ManyTile(64, 256, 1, 3), ManyTile(64, 32, 1, 4),
-    ManyTile(128, 256, 1, 3, 8), ManyTile(64, 128, 4, 2), ManyTile(64, 64, 4, 2), ManyTile(64, 128, 1, 4),
+    ManyTile(64, 128, 1, 3, 8), ManyTile(64, 128, 2, 3, 8), ManyTile(64, 128, 1, 4, 8), ManyTile(64, 128, 2, 2, 8),
+    ManyTile(64, 64, 2, 3, 8), ManyTile(64, 128, 4, 2), ManyTile(64, 128, 4, 2, 8), ManyTile(64, 128, 1, 4),
 ]  # fmt: skip
 
 

@@ -90,7 +90,8 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
         many = {**common, "FORMAT": number, "GROUP": GROUPS[number], "PADDED": 64, "EVEN": True, "UNROLL": 1}
         yield matmul._many_integers, {**many, "BO": 64, "BS": 16}, {}, 4
     for number in (0, 1, 2, 10):
-        yield matmul._floats, {"FORMAT": number, "UNROLL": 8, "BO": 16, "BS": 8}, {}, 4
+        yield matmul._floats, {"FORMAT": number, "UNROLL": 8, "EVEN": False, "BO": 16, "BS": 8}, {}, 4
+        yield matmul._floats, {"FORMAT": number, "UNROLL": 32, "EVEN": True, "BO": 2, "BS": 1}, {}, 1
     fused = {"D_GROUP": 64, "D_PADDED": 64, "D_HALVES": True, "BOTH": True, "BO": 16, "OVERLAP": overlap}
     both = {**row_constants("G_", 6, 4, 0), **row_constants("U_", 6, 4, 0)}
     yield experts._inner, {**common, **fused, **both}, {}, 4

@@ -332,6 +332,7 @@ class Engine:
             self.plan.pool.release(sequence)
         self._prefill = self._phase(counts, middle, len(prompt), prefill_s, (), 0.0)
         self._decode = self._phase(middle, self._counts(), len(steps), sum(steps), tuple(steps), 0.0)
+        self._first_token_s = prefill_s
         self.finish_reason = "length"
         return steps
 

@@ -7,11 +7,12 @@ expert by expert through tiles instead, with the same bits. docs/design/contract
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -96,19 +97,37 @@ def plane_addresses(layout: ExpertLayout, slot: int) -> list[int]:
     return [slot + m.offsets[p] for m in (layout.gate, layout.up, layout.down) for p in (0, -1)]
 
 
+class TableMaker:
+    """Makes tables of the experts of one layer; what their layouts say is worked out once."""
+
+    def __init__(self, layouts: Sequence[ExpertLayout], device: Any) -> None:
+        kinds: dict[ExpertKind, int] = {}
+        numbers = [kinds.setdefault(kind_of_layout(layout), len(kinds)) for layout in layouts]
+        self._device = device
+        self._kinds = tuple(kinds)
+        self._numbers = np.array(numbers, np.int32)
+        self._offsets = np.array([plane_addresses(layout, 0) for layout in layouts], np.int64)
+
+    def make(self, slots: Mapping[int, int]) -> ExpertTable:
+        """A table of the experts, by number, in slots at these device addresses, multiples of 16; no other is there."""
+        import torch
+
+        count = len(self._numbers)
+        words = np.zeros(ADDRESSES * count + ceil_div(count, 2), np.int64)
+        addresses = words[: ADDRESSES * count].reshape(count, ADDRESSES)
+        kinds = words[ADDRESSES * count :].view(np.int32)[:count]
+        which = np.fromiter(slots, np.int64, len(slots))
+        addresses[which] = self._offsets[which] + np.fromiter(slots.values(), np.int64, len(slots))[:, None]
+        kinds[:] = -1
+        kinds[which] = self._numbers[which]
+        there = torch.from_numpy(words).to(self._device, non_blocking=True)
+        ends = there[ADDRESSES * count :].view(torch.int32)[:count]
+        return ExpertTable(self._kinds, there[: ADDRESSES * count].view(count, ADDRESSES), ends)
+
+
 def table_for(layouts: Sequence[ExpertLayout], slots: Sequence[int], device: Any) -> ExpertTable:
     """A table of experts in slots at the given device addresses, multiples of 16; 0 for one that is not there."""
-    import torch
-
-    kinds: dict[ExpertKind, int] = {}
-    numbers = [kinds.setdefault(kind_of_layout(layout), len(kinds)) for layout in layouts]
-    rows = [plane_addresses(layout, slot) for layout, slot in zip(layouts, slots, strict=True)]
-    here = [number if slot else -1 for number, slot in zip(numbers, slots, strict=True)]
-    return ExpertTable(
-        tuple(kinds),
-        torch.tensor(rows, dtype=torch.int64).to(device),
-        torch.tensor(here, dtype=torch.int32).to(device),
-    )
+    return TableMaker(layouts, device).make({number: slot for number, slot in enumerate(slots) if slot})
 
 
 @triton.jit
@@ -382,7 +401,7 @@ def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, g
     codes = _address(addresses, expert, which)
     scales = _address(addresses, expert, which + 1)
     if FORMAT <= 2 or FORMAT == 10:
-        return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, BO, BS))
+        return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, False, BO, BS))
     else:
         return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s, FORMAT,
                             GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS, 1)  # fmt: skip

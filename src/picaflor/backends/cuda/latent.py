@@ -35,7 +35,8 @@ def _embed(codes, scales, grid, tokens, out, out_row, rows, table_rows, cols, ro
 
 @triton.jit
 def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, row_bytes, W: tl.constexpr,
-            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr, U: tl.constexpr):  # fmt: skip
+            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr, U: tl.constexpr,
+            EVEN: tl.constexpr):  # fmt: skip
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
     col = tl.program_id(2) * B + tl.arange(0, B)[None, :]
@@ -44,12 +45,23 @@ def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, 
     first = head * (nope + value)
     acc = tl.zeros((R, B), tl.float32)
     for begin in range(0, nope, U):
-        for u in tl.static_range(U):
-            d = begin + u
-            number = tl.full((1, 1), 0, tl.int32) + (first + d)
-            w = decoded(codes, scales, grid, number, col, (col < W) & (d < nope), W, row_bytes, FORMAT, GROUP)
-            c = tl.load(q_at + d, mask=live & (d < nope), other=0.0)[:, None]
-            acc = tl.where(d < nope, tl.fma(c, w, acc), acc)
+        if EVEN:
+            ws = ()
+            cs = ()
+            for u in tl.static_range(U):  # all of them on their way before the first is met; masks would hold them up
+                inside = tl.full((1, B), 1, tl.int1)
+                number = tl.full((1, 1), 0, tl.int32) + (first + begin + u)
+                ws = ws + (decoded(codes, scales, grid, number, col, inside, W, row_bytes, FORMAT, GROUP),)  # type: ignore[assignment]  # noqa: RUF005
+                cs = cs + (tl.load(q_at + begin + u)[:, None],)  # type: ignore[assignment]  # noqa: RUF005
+            for u in tl.static_range(U):
+                acc = tl.fma(cs[u], ws[u], acc)
+        else:
+            for u in tl.static_range(U):
+                d = begin + u
+                number = tl.full((1, 1), 0, tl.int32) + (first + d)
+                w = decoded(codes, scales, grid, number, col, (col < W) & (d < nope), W, row_bytes, FORMAT, GROUP)
+                c = tl.load(q_at + d, mask=live & (d < nope), other=0.0)[:, None]
+                acc = tl.where(d < nope, tl.fma(c, w, acc), acc)
     at = out + (row[:, None] * heads + head) * W + col
     tl.store(at, acc, mask=live[:, None] & (col < W))
 
@@ -64,13 +76,26 @@ def _expand(codes, scales, grid, x, out, out_row, rows, heads, nope, value, row_
     number = (head * (nope + value) + nope + tl.minimum(v, value - 1))[:, None]
     x_at = (x + (row * heads + head) * W)[:, None, None]
     lanes = tl.arange(0, 16)[None, :]
+    EVEN: tl.constexpr = W % (16 * U) == 0 and R == 1  # then no load needs a mask
     acc = tl.zeros((R, V, 16), tl.float32)
     for i in range(0, W, 16 * U):
-        for u in tl.static_range(U):
-            col = i + u * 16 + lanes
-            w = decoded(codes, scales, grid, number, col, col < W, W, row_bytes, FORMAT, GROUP)[None, :, :]
-            a = tl.load(x_at + col[None, :, :], mask=live[:, None, None] & (col < W)[None, :, :], other=0.0)
-            acc = tl.where((col < W)[None, :, :], tl.fma(a, w, acc), acc)
+        if EVEN:
+            ws = ()
+            xs = ()
+            for u in tl.static_range(U):  # all of them on their way before the first is met
+                col = i + u * 16 + lanes
+                inside = tl.full((1, 16), 1, tl.int1)
+                w = decoded(codes, scales, grid, number, col, inside, W, row_bytes, FORMAT, GROUP)[None, :, :]
+                ws = ws + (w,)  # type: ignore[assignment]  # noqa: RUF005
+                xs = xs + (tl.load(x_at + col[None, :, :]),)  # type: ignore[assignment]  # noqa: RUF005
+            for u in tl.static_range(U):
+                acc = tl.fma(xs[u], ws[u], acc)
+        else:
+            for u in tl.static_range(U):
+                col = i + u * 16 + lanes
+                w = decoded(codes, scales, grid, number, col, col < W, W, row_bytes, FORMAT, GROUP)[None, :, :]
+                a = tl.load(x_at + col[None, :, :], mask=live[:, None, None] & (col < W)[None, :, :], other=0.0)
+                acc = tl.where((col < W)[None, :, :], tl.fma(a, w, acc), acc)
     y = tl.reshape(tree16(tl.reshape(acc, (R * V, 16)), R * V), (R, V))
     at = out + row[:, None] * out_row + (head * value + v)[None, :]
     tl.store(at, y, mask=live[:, None] & (v < value)[None, :])
@@ -101,9 +126,11 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     few = 16 if interpreted else 1 if rows < 4 else 4
     absorbed = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
     wide = columns(width, most=1024 if interpreted else 64)
+    unroll = 1 if interpreted else 32 if few == 1 else 16
+    even = few == 1 and nope % unroll == 0 and width % wide == 0
     _absorb[(triton.cdiv(rows, few), heads, triton.cdiv(width, wide))](
         *_planes(kv_b), q, q.stride(0), absorbed, rows, heads, nope, rope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, B=wide, U=1 if interpreted else 16,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, B=wide, U=unroll, EVEN=even,
         num_warps=4 if interpreted else 2, **EXACT,
     )  # fmt: skip
     mixed = torch.empty_like(absorbed)
@@ -113,7 +140,7 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     tall = columns(value) if interpreted else 16
     _expand[(triton.cdiv(rows, few), heads, triton.cdiv(value, tall))](
         *_planes(kv_b), mixed, out, out.stride(0), rows, heads, nope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=1 if interpreted else 4, **EXACT,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=1 if interpreted else 16 if few == 1 else 4, **EXACT,
     )  # fmt: skip
 
 

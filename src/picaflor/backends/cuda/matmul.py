@@ -18,6 +18,8 @@ from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
 from picaflor.backends.cuda.tiles import (
+    CACHED_BYTES,
+    ROWS_OF_FLOATS,
     ROWS_ONE_BY_ONE,
     ManyTile,
     Tile,
@@ -43,11 +45,12 @@ def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits,
 
 @triton.jit
 def _floats(codes, scales, rows, cols, row_bytes, x, x_stride, out, out_stride, count,
-            FORMAT: tl.constexpr, UNROLL: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+            FORMAT: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr,
+            BS: tl.constexpr):  # fmt: skip
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     x_rows = x + tl.minimum(s, count - 1).to(tl.int64) * x_stride
-    y = float_tile(codes, scales, tl.minimum(o, rows - 1), cols, row_bytes, x_rows, FORMAT, UNROLL, BO, BS)
+    y = float_tile(codes, scales, tl.minimum(o, rows - 1), cols, row_bytes, x_rows, FORMAT, UNROLL, EVEN, BO, BS)
     at = out + s.to(tl.int64)[:, None] * out_stride + o[None, :]
     tl.store(at, y, mask=(s < count)[:, None] & (o < rows)[None, :])
 
@@ -89,10 +92,13 @@ def matmul(x: Tensor, weight: DeviceWeight, out: Tensor, precision: str, *, prep
 
 def _launch_floats(x: Tensor, weight: DeviceWeight, out: Tensor, count: int) -> None:
     tile = min(triton.next_power_of_2(count), 8)
-    block, unroll = (64, 1) if interpret.active() else (16, 8)
+    block, unroll, warps = (64, 1, 4) if interpret.active() else (16, 8, 4)
+    if count <= ROWS_OF_FLOATS and weight.planes[0].nbytes <= CACHED_BYTES and not interpret.active():
+        tile, block, unroll, warps = 1, 2, 32, 1
     _floats[(triton.cdiv(weight.rows, block), triton.cdiv(count, tile))](
         weight.planes[0], weight.scales, weight.rows, weight.cols, weight.row_bytes, x, x.stride(0), out,
-        out.stride(0), count, FORMAT=weight.number, UNROLL=unroll, BO=block, BS=tile, num_warps=4, **EXACT,
+        out.stride(0), count, FORMAT=weight.number, UNROLL=unroll,
+        EVEN=weight.cols % (16 * unroll) == 0, BO=block, BS=tile, num_warps=warps, **EXACT,
     )  # fmt: skip
 
 

@@ -18,21 +18,21 @@ from picaflor.backends.cuda.vectors import vector_rows, wait_for_the_last
 
 @triton.jit
 def small_float(d):
-    """float32 of an int32 up to 2^22 in magnitude, exact: the addition shifts it into a float's lowest bits. Units that
-    convert are few on a GPU, those that add are many."""
+    """float32 of an int32 up to 2^22 in magnitude, exact: the addition shifts it into a float's lowest bits, and the
+    accumulators of the next product start from it, so that it costs nothing."""
     return (d + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
 def joined(first, second, third, PLANES: tl.constexpr):
     """The float32 of a group's integer dots, top plane first (contracts.md); unused ones are ignored. A group has 256
-    codes at most, so one plane's dot is no more than 2^22; joining two rounds once, as a conversion would."""
+    codes at most, so one plane's dot is no more than 2^22. Two planes are faster joined as integers (H200)."""
     if PLANES == 1:
         return small_float(first)
     elif PLANES == 2:
-        return tl.fma(small_float(first), 256.0, small_float(second))
+        return (first * 256 + second).to(tl.float32)
     else:
-        return tl.fma(small_float(first), 65536.0, tl.fma(small_float(second), 256.0, small_float(third)))
+        return tl.fma(first.to(tl.float32), 65536.0, (second * 256 + third).to(tl.float32))
 
 
 @triton.jit
@@ -217,17 +217,27 @@ def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, pla
 
 
 @triton.jit
-def float_tile(codes, scales, o, cols, row_bytes, x, FORMAT: tl.constexpr, UNROLL: tl.constexpr, BO: tl.constexpr,
-               BS: tl.constexpr):  # fmt: skip
-    """Rows `o` `[BO]` of a float-coded matrix times float32 rows at the addresses `x` `[BS]`: float32 `[BS, BO]`."""
+def float_tile(codes, scales, o, cols, row_bytes, x, FORMAT: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+               BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
+    """Rows `o` `[BO]` of a float-coded matrix times float32 rows at the addresses `x` `[BS]`: float32 `[BS, BO]`.
+
+    EVEN: steps of 16 * UNROLL inputs fill the row. There are few predicates, so loads under masks do not run ahead.
+    """
     number = o.to(tl.int64)[None, :, None]
     row = codes + number * row_bytes
     lane = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros((BS, BO, 16), tl.float32)
     for begin in range(0, cols, 16 * UNROLL):
-        for u in tl.static_range(UNROLL):
+        ws = ()
+        vs = ()
+        for u in tl.static_range(UNROLL):  # all of them on their way before the first is met
             i = begin + u * 16 + lane
-            w = value(row, scales, number, i, i < cols, cols, FORMAT)
-            v = tl.load(x[:, None, None] + i, mask=i < cols, other=0.0)
-            acc = tl.where(i < cols, tl.fma(w, v, acc), acc)
+            inside = tl.full((1, 1, 16), 1, tl.int1) if EVEN else i < cols
+            ws = ws + (value(row, scales, number, i, inside, cols, FORMAT),)  # type: ignore[assignment]  # noqa: RUF005
+            vs = vs + (tl.load(x[:, None, None] + i, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        for u in tl.static_range(UNROLL):
+            if EVEN:
+                acc = tl.fma(ws[u], vs[u], acc)
+            else:
+                acc = tl.where(begin + u * 16 + lane < cols, tl.fma(ws[u], vs[u], acc), acc)
     return tl.reshape(tree16(tl.reshape(acc, (BS * BO, 16)), BS * BO), (BS, BO))

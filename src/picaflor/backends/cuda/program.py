@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PINNED_BYTES: Final = 4 << 20
 """Most bytes of a result that come to the host through pinned memory, which is kept for the next one."""
-MEASURED_REPLAY: Final = 64
+MEASURED_REPLAY: Final = 32
 """The replay of a graph in which its classes of work are timed: by a graph of its own with marks between them."""
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""

@@ -19,6 +19,11 @@ Tensor = Any
 """A tensor of torch, on the device. Rows are views `[rows, width]`, their columns side by side."""
 
 WIDEST_TILE: Final = 1024
+WHOLE_ROW: Final = 8192
+"""Up to there a norm asks for its row at once."""
+LONG_ROW: Final = 2048
+LONG_UNROLL: Final = 64
+"""From rows of that length on, so many steps of a norm's chain are loaded at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +53,37 @@ def _rmsnorm(x, x_stride, weight, out, out_stride, items, heads, eps, N: tl.cons
     start = (item % heads) * N
     x_at = (x + row * x_stride + start)[:, None]
     lanes = tl.arange(0, 16)[None, :]
+    EVEN: tl.constexpr = N % (16 * U) == 0 and R == 1  # then no load needs a mask
+    WHOLE: tl.constexpr = R == 1 and B >= N  # the row is on its way at once, and the chain finds it in the cache
+    if WHOLE:
+        every = tl.arange(0, B)[None, :]
+        row_of_x = tl.load(x_at + every, mask=every < N, other=0.0)
     acc = tl.zeros((R, 16), tl.float32)
     for i in range(0, N, 16 * U):
-        for u in tl.static_range(U):
+        coming = ()
+        for u in tl.static_range(U):  # all of them on their way before the first is met
             col = i + u * 16 + lanes
-            v = tl.load(x_at + col, mask=(col < N) & live[:, None], other=0.0)
-            acc = tl.where(col < N, tl.fma(v, v, acc), acc)
+            inside = tl.full((R, 16), 1, tl.int1) if EVEN else (col < N) & live[:, None]
+            coming = coming + (tl.load(x_at + col, mask=inside, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        for u in tl.static_range(U):
+            if EVEN:
+                acc = tl.fma(coming[u], coming[u], acc)
+            else:
+                acc = tl.where(i + u * 16 + lanes < N, tl.fma(coming[u], coming[u], acc), acc)
     mean = tl.div_rn(tree16(acc, R), N * 1.0)
     scale = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
     tl.debug_barrier()  # out may be x
     out_at = (out + row * out_stride + start)[:, None]
-    for j in range(0, N, B):
-        col = j + tl.arange(0, B)[None, :]
-        inside = (col < N) & live[:, None]
-        v = tl.load(x_at + col, mask=inside, other=0.0)
-        w = tl.load(weight + col, mask=col < N, other=0.0)
-        tl.store(out_at + col, (v * scale) * w, mask=inside)
+    if WHOLE:
+        w = tl.load(weight + every, mask=every < N, other=0.0)
+        tl.store(out_at + every, (row_of_x * scale) * w, mask=every < N)
+    else:
+        for j in range(0, N, B):
+            col = j + tl.arange(0, B)[None, :]
+            inside = (col < N) & live[:, None]
+            v = tl.load(x_at + col, mask=inside, other=0.0)
+            w = tl.load(weight + col, mask=col < N, other=0.0)
+            tl.store(out_at + col, (v * scale) * w, mask=inside)
 
 
 @triton.jit
@@ -170,9 +190,11 @@ def _kv_write(x, x_stride, plane, sequences, positions, pages, pages_stride, row
 def rmsnorm(x: Tensor, weight: Tensor, out: Tensor, *, rows: int, heads: int, eps: float) -> None:
     """Each of `heads` parts of the first `rows` rows; out may be x."""
     tile, part = tiles(), x.shape[1] // heads
+    unroll = LONG_UNROLL if tile.unroll > 1 and part >= LONG_ROW else tile.unroll
+    block = columns(part, most=WHOLE_ROW if tile.rows == 1 else WIDEST_TILE)
     grid = (triton.cdiv(rows * heads, tile.rows),)
     _rmsnorm[grid](x, x.stride(0), weight, out, out.stride(0), rows * heads, heads, eps, N=part, R=tile.rows,
-                   U=tile.unroll, B=columns(part), num_warps=4, **EXACT)  # fmt: skip
+                   U=unroll, B=block, num_warps=4, **EXACT)  # fmt: skip
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, rows: int, eps: float) -> None:

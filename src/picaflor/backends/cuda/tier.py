@@ -8,7 +8,7 @@ only when its copy comes before those kernels: a half-written one is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
-from picaflor.backends.cuda.experts import ExpertTable, combine, counters, expert_ffn, table_for
+from picaflor.backends.api import I32, ExpertLayout, ExpertLease, ExpertProvider
+from picaflor.backends.cuda.experts import ExpertTable, TableMaker, combine, counters, expert_ffn
 from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.staging import Staging
@@ -45,13 +45,16 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class HeldLayer:
-    """One layer's experts: layouts, where they are, how often they were wanted."""
+    """One layer's experts: layouts, where they are, how often they were wanted (a part of all layers' heat, which
+    begins at `first`). `table` names all of them where all are on the device."""
 
     layer: int
     layouts: tuple[ExpertLayout, ...]
     hidden: int
+    maker: TableMaker
     slots: dict[int, Slot] = field(default_factory=dict)
     heat: NDArray[np.float64] = field(init=False)
+    first: int = 0
     table: ExpertTable | None = None
 
     def __post_init__(self) -> None:
@@ -88,6 +91,9 @@ class ExpertTier:
         self._free: list[Slot] = []
         self._passing: list[Slot] = []
         self._kept: dict[Key, Slot] = {}
+        self._slots: list[Slot] = []
+        self._owners: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._heats: NDArray[np.float64] = np.zeros(0)
         self._staging: Staging | None = None
         self._calls = 0
         self.most_slots: int | None = None
@@ -107,7 +113,7 @@ class ExpertTier:
         known = self._layers.get(layer)
         if known is not None and known.layouts == tuple(layouts):
             return known
-        held = HeldLayer(layer, tuple(layouts), hidden)
+        held = HeldLayer(layer, tuple(layouts), hidden, TableMaker(layouts, self._device))
         self._layers[layer] = held
         self._forget()
         return held
@@ -184,7 +190,13 @@ class ExpertTier:
             return
         every = [Slot(number) for number in range(wanted)]
         passing = 0 if wanted >= self.experts else min(PASSING, max(1, wanted // 4))
-        self._passing, self._free = every[:passing], every[passing:]
+        self._passing, self._free, self._slots = every[:passing], every[passing:], every
+        self._owners = np.full(wanted, -1, np.int64)
+        self._heats = np.concatenate([held.heat for held in self._layers.values()])
+        first = 0
+        for held in self._layers.values():
+            held.heat, held.first = self._heats[first : first + len(held.layouts)], first
+            first += len(held.layouts)
         self._staging = Staging(self._device, self.stride)
 
     def _forget(self) -> None:
@@ -212,7 +224,7 @@ class ExpertTier:
                     self._send(held, number, address, slot)
                     self._keep(held, number, slot)
         self._settle()
-        held.table = self._table(held, held.slots)
+        held.table = held.maker.make({number: self._address(slot) for number, slot in held.slots.items()})
 
     def _send(self, held: HeldLayer, number: int, address: int, slot: Slot) -> None:
         assert self._staging is not None
@@ -230,20 +242,16 @@ class ExpertTier:
         slot.key = (held.layer, number)
         held.slots[number] = slot
         self._kept[slot.key] = slot
+        self._owners[slot.number] = held.first + number
         self.counters.promoted += 1
 
     def _drop(self, slot: Slot) -> None:
         assert slot.key is not None
         layer, number = slot.key
         del self._kept[slot.key]
-        owner = self._layers[layer]
-        del owner.slots[number]
-        owner.table = None
+        del self._layers[layer].slots[number]
+        self._owners[slot.number] = -1
         slot.key = None
-
-    def _table(self, held: HeldLayer, slots: dict[int, Slot]) -> ExpertTable:
-        addresses = [self._address(slots[e]) if e in slots else 0 for e in range(len(held.layouts))]
-        return table_for(held.layouts, addresses, self._device)
 
     # ---- calls ----
 
@@ -271,34 +279,48 @@ class ExpertTier:
             raise ValueError(f"a row chose an expert outside 0 to {len(held.layouts) - 1}: {chosen.tolist()}")
         wanted = np.unique(chosen).tolist()
         self._warm(held, wanted)
-        here = [number for number in wanted if number in held.slots]
-        missing = np.array([number for number in wanted if number not in held.slots], np.int32)
-        pairs = torch.empty((*chosen.shape, held.hidden), dtype=torch.float32, device=self._device)
+        here = {number: held.slots[number] for number in wanted if number in held.slots}
+        missing = np.array([number for number in wanted if number not in here], np.int32)
         self.counters.hits += len(here)
-        if here:
-            if held.table is None:
-                held.table = self._table(held, held.slots)
-            slots = [held.slots[number] for number in here]
-            self._part(held, held.table, x, ids, weights, out, pairs, slots, prepared)
+        part = _Part(held, x, ids, weights, out, prepared)
         if len(missing):
-            busy = {(held.layer, number) for number in wanted}
             with provider.acquire(held.layer, missing) as lease:
-                for numbers, addresses in lease.batches():
-                    given = list(zip(numbers.tolist(), addresses.tolist(), strict=True))
-                    for some in self._sent_for(held, given, busy):
-                        self._settle()
-                        table = self._table(held, some)
-                        self._part(held, table, x, ids, weights, out, pairs, list(some.values()), prepared)
-        combine(pairs, weights, out)
+                for number, address in _each(lease):
+                    self._bring(part, here, number, address)
+            self._settle()
+        self._compute(part, here)
+        if part.pairs is not None:
+            combine(part.pairs, weights, out)
 
-    def _part(self, held: HeldLayer, table: ExpertTable, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor,
-              pairs: Tensor, slots: Sequence[Slot], prepared: Sequence[Prepared]) -> None:  # fmt: skip
-        """The single results of the experts in `table`."""
-        counts = self._counts(held, ids)
-        expert_ffn(x, ids, weights, table, out, self._precision, pairs=pairs, prepared=prepared, arrived=counts)
+    def _bring(self, part: _Part, here: dict[int, Slot], number: int, address: int) -> None:
+        """Send an expert to a slot and put that into `here`; where there is none left, those are computed first."""
+        held = part.held
+        slot = self._room(part, here, number)
+        if slot is not None:
+            self._send(held, number, address, slot)
+            self._keep(held, number, slot)
+        else:
+            if part.passing is None or not part.passing:
+                if part.passing is not None:
+                    self._settle()
+                    part.pairs = part.new_pairs() if part.pairs is None else part.pairs
+                    self._compute(part, here)
+                    here.clear()
+                part.passing = list(self._passing)
+            slot = part.passing.pop()
+            self._send(held, number, address, slot)
+        here[number] = slot
+
+    def _compute(self, part: _Part, here: Mapping[int, Slot]) -> None:
+        """The experts in these slots: the sum, or their single results where others come from elsewhere."""
+        held = part.held
+        table = held.maker.make({number: self._address(slot) for number, slot in here.items()})
+        counts = self._counts(held, part.ids)
+        expert_ffn(part.x, part.ids, part.weights, table, part.out, self._precision, pairs=part.pairs,
+                   prepared=part.prepared, arrived=counts)  # fmt: skip
         assert self._staging is not None
         event = self._staging.used()
-        for slot in slots:
+        for slot in here.values():
             slot.used = event
 
     def _counts(self, held: HeldLayer, ids: Tensor) -> Tensor:
@@ -317,40 +339,53 @@ class ExpertTier:
             for other in self._layers.values():
                 other.heat *= 0.5
 
-    def _sent_for(self, held: HeldLayer, given: Sequence[tuple[int, int]], busy: set[Key]) -> Iterator[dict[int, Slot]]:
-        """Send experts to slots, as many at a time as there are; each part is computed before the next is sent."""
-        part: dict[int, Slot] = {}
-        passing = list(self._passing)
-        for number, address in given:
-            slot = self._room(held, number, busy)
-            kept = slot is not None
-            if slot is None:
-                if not passing:
-                    yield part
-                    part, passing = {}, list(self._passing)
-                slot = passing.pop()
-            self._send(held, number, address, slot)
-            part[number] = slot
-            if kept:
-                self._keep(held, number, slot)
-                held.table = None
-        if part:
-            yield part
-
-    def _room(self, held: HeldLayer, number: int, busy: set[Key]) -> Slot | None:
+    def _room(self, part: _Part, here: Mapping[int, Slot], number: int) -> Slot | None:
         """A slot to keep an expert in: a free one, or that of a colder expert that this call does not want."""
         if self._free:
             return self._free.pop()
-        idle = [slot for key, slot in self._kept.items() if key not in busy]
-        if not idle:
+        if part.coldest is None:
+            part.coldest = self._by_heat(here)
+        if not part.coldest:
             return None
-        coldest = min(idle, key=self._heat)
-        if self._heat(coldest) >= held.heat[number] and self._passing:
+        heat, slot = part.coldest[-1]
+        if heat >= part.held.heat[number] and self._passing:
             return None
-        self._drop(coldest)
-        return coldest
+        part.coldest.pop()
+        self._drop(slot)
+        return slot
 
-    def _heat(self, slot: Slot) -> float:
-        assert slot.key is not None
-        layer, number = slot.key
-        return float(self._layers[layer].heat[number])
+    def _by_heat(self, but: Mapping[int, Slot]) -> list[tuple[float, Slot]]:
+        """The coldest of the kept slots, the coldest last, as many as a call can want; without those of `but`."""
+        heats = np.full(len(self._slots), np.inf)
+        taken = self._owners >= 0
+        heats[taken] = self._heats[self._owners[taken]]
+        heats[[slot.number for slot in but.values()]] = np.inf
+        most = max(len(held.layouts) for held in self._layers.values())
+        order = np.argsort(heats, kind="stable")[:most][::-1]
+        return [(float(heats[n]), self._slots[n]) for n in order.tolist() if np.isfinite(heats[n])]
+
+
+@dataclass(slots=True)
+class _Part:
+    """One call under way. `pairs`: single results, once it is known that not all experts are here together; `passing`:
+    slots of those that are not kept, free for this call; `coldest`: slots that may be taken, the coldest last."""
+
+    held: HeldLayer
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    out: Tensor
+    prepared: Sequence[Prepared]
+    pairs: Tensor = None
+    passing: list[Slot] | None = None
+    coldest: list[tuple[float, Slot]] | None = None
+
+    def new_pairs(self) -> Tensor:
+        """Room for the results of each row and choice."""
+        return torch.empty((*self.ids.shape, self.held.hidden), dtype=torch.float32, device=self.x.device)
+
+
+def _each(lease: ExpertLease) -> Iterator[tuple[int, int]]:
+    """(expert, address), as they come."""
+    for numbers, addresses in lease.batches():
+        yield from zip(numbers.tolist(), addresses.tolist(), strict=True)

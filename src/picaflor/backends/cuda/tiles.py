@@ -22,6 +22,10 @@ SHORT_COLS = 2048
 """Rows up to here are asked for as a whole."""
 ROWS_ONE_BY_ONE = 32768
 """Up to so many rows of a matrix times rows of activations, each of the latter is a product of its own."""
+ROWS_OF_FLOATS = 8
+CACHED_BYTES = 32 << 20
+"""Up to so many rows meet a matrix of floats of up to so many bytes (a router) one by one, in small programs: what is
+waited for there is a chain of loads."""
 _ALL_AT_ONCE = 3  # steps of a row, at most, that are asked for together
 
 
