@@ -13,6 +13,8 @@ from picaflor.runtime.chunks import ExpertSizes, most_rows, settle
 from picaflor.runtime.engine import Engine, EngineOptions, SamplingOptions
 from picaflor.runtime.kvcache import Sequence
 from picaflor.store.budget import Item, Ledger, Source, fit
+from picaflor.store.store import ExpertStore
+from picaflor.store.types import ExpertKey
 
 MIB = 1 << 20
 PROMPT = np.random.default_rng(5).integers(0, 4084, 300).astype(np.int32)
@@ -128,6 +130,31 @@ def test_a_prompt_reads_each_expert_once(engine: Engine) -> None:
     read = store.counters.total().read_bytes - before
     engine.plan.pool.release(sequence)
     assert 0.5 * missing < read <= 1.05 * missing
+
+
+def test_a_prompt_reads_exactly_what_it_asks_for_and_is_missing() -> None:
+    """A quarter of the experts in memory; a prompt that does not ask for all."""
+    with Engine.open(None, EngineOptions(context=1024, expert_slots=6)) as quarter:
+        store = quarter.plan.store
+        assert isinstance(store, ExpertStore)
+        quarter.decode_replay(PROMPT[100:104].tolist(), PROMPT[104:120].tolist())  # fills the slots
+        asked: list[ExpertKey] = []
+        missing: list[ExpertKey] = []
+
+        class Asked:
+            def add(self, layer: int, experts: list[int]) -> None:
+                asked.extend(ExpertKey(layer, expert) for expert in experts)
+                missing.extend(ExpertKey(layer, expert) for expert in set(experts).difference(store.resident(layer)))
+
+        before = store.counters.total()
+        store.recorder = Asked()  # type: ignore[assignment]
+        sequence = Sequence()
+        quarter.runner.prefill(sequence, PROMPT[:6])
+        store.recorder = None
+        quarter.plan.pool.release(sequence)
+        after = store.counters.total()
+        assert len(asked) < 0.9 * sum(map(store.files.count, store.files.layers))
+        assert after.read_bytes - before.read_bytes == sum(store.files.reads(key).read_nbytes for key in missing)
 
 
 def test_progress_goes_layer_by_layer(engine: Engine) -> None:

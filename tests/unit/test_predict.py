@@ -106,8 +106,8 @@ def test_fingerprints_tell_machines_apart(tmp_path: Path) -> None:
 
 
 def test_reading_ahead_leaves_a_part_of_what_the_disk_idles() -> None:
-    """10 ms wait and 20 compute; 2500 bytes at 100 kB/s are 25 ms, so 5 must wait and 0.45 of the other 5 do; where half
-    is in memory, 0.725 of it."""
+    """10 ms wait and 20 compute; 2500 bytes at 100 kB/s are 25 ms, so 5 must wait and 0.45 of the other 5 do; where
+    half is in memory, 0.725 of it."""
     told = {"step_s": 0.02, "experts_s": 0.01, "extra_s": (0.0, 0.01), "expert_bytes": 2500}
     assert predict([{1: 1.0}], [1], **told).seconds["reads"] == pytest.approx(0.010)  # type: ignore[arg-type]
     for rate, waits in ((1e5, 0.00725), (1e6, 0.0045), (5e4, 0.010)):

@@ -28,10 +28,16 @@ TUNABLE: Mapping[str, type] = {
     "read_engine": str,
     "read_threads": int,
     "queue_depth": int,
+    "prefetch": str,
 }
 DEVICES = ("cuda", "rocm")
 """Backends with memory of their own that give the CPU's bits, so that a token does not tell which one ran."""
-_WORDS = {"backend": DEVICES, "direct": ("auto", "on", "off"), "read_engine": ("auto", "threads", "io_uring")}
+_WORDS = {
+    "backend": DEVICES,
+    "direct": ("auto", "on", "off"),
+    "read_engine": ("auto", "threads", "io_uring"),
+    "prefetch": ("auto", "on", "off"),
+}
 _MOST = {"threads": 1024, "read_threads": 256, "queue_depth": 1024}
 
 
@@ -135,6 +141,7 @@ def axes(
         found["read_engine"] = [engine for engine in engines if engine != "threads"]
         found["read_threads"] = [n for n in (4, 8, 16, 32) if n != readers]
         found["queue_depth"] = [n for n in (4, 16, 32) if "io_uring" in engines]
+        found["prefetch"] = ["on", "off"]  # the cache's split: without it, its slots hold experts of the layers
     return {name: values for name, values in found.items() if values}
 
 
