@@ -28,6 +28,7 @@ from picaflor.conformance.case import (
 )
 from picaflor.conformance.check import ROUNDING, Array, Expected
 from picaflor.conformance.oracle import Approx
+from picaflor.conformance.oracle_formats import rotate, unrotate
 from picaflor.conformance.products import group_sizes, stored
 from picaflor.formats import REGISTRY
 from picaflor.formats.base import F32, Format
@@ -121,7 +122,8 @@ class History:
 def latent_cases(spec: Format) -> Iterator[Case]:
     """Absorbed attention whose kv_b is in a format: its rows are added up and multiplied one by one."""
     for size in group_sizes(spec):
-        for rank in (200, 201) if size in (0, 16, 64) else (200,):
+        wide = (520,) if spec.activation.rotated else ()
+        for rank in (200, 201, *wide) if size in (0, 16, 64) else (200,):
             name = f"kv_b gs {size} rank {rank}" if size else f"kv_b rank {rank}"
             yield _latent("row_axpy", spec.name, name, size, rank, selected=False)
         if size in (0, 64):
@@ -203,8 +205,11 @@ class _LatentOracle:
 
     def __init__(self, history: History, kv_b: Matrix, top_k: int) -> None:
         self._history = history
-        self._kv_b = stored(kv_b).weights.reshape(HEADS, NOPE + VALUE, kv_b.cols)
+        shape = (HEADS, NOPE + VALUE, kv_b.cols)
+        weights = stored(kv_b).weights
         self._rotated = REGISTRY[kv_b.format].activation.rotated
+        self._stored = weights.reshape(shape)
+        self._kv_b = (unrotate(weights) if self._rotated else weights).reshape(shape)
         self._top_k = top_k
         self.scale = 1.0
         places = [place for step in history.steps for place in history.places(step)]
@@ -230,13 +235,15 @@ class _LatentOracle:
         rope_key = self._history.cached["rope_key"][sequence][visible].astype(np.float64)
         query = self._history.queries["q"][sequence][position].astype(np.float64).reshape(HEADS, NOPE + ROPE)[head]
         weights = self._kv_b[head, :NOPE]
-        sizes = np.abs(query[None, :NOPE]) @ np.abs(weights)
-        absorbed = Approx(query[None, :NOPE] @ weights, ROUNDING * NOPE * sizes, sizes)
-        if self._rotated:
-            absorbed = oracle.turned_back(absorbed)
-        scores = latent @ absorbed.values[0] + rope_key @ query[NOPE:]
-        terms = np.abs(latent) @ absorbed.terms[0] + np.abs(rope_key) @ np.abs(query[NOPE:])
-        error = ROUNDING * (latent.shape[1] // 16 + 10) * terms + np.abs(latent) @ absorbed.error[0]
+        absorbed = query[:NOPE] @ weights
+        sizes = np.abs(query[:NOPE]) @ np.abs(weights)
+        scores = latent @ absorbed + rope_key @ query[NOPE:]
+        terms = np.abs(latent) @ sizes + np.abs(rope_key) @ np.abs(query[NOPE:])
+        error = ROUNDING * (NOPE + latent.shape[1] // 16 + 10) * terms
+        if self._rotated:  # summed over rotated rows, then turned back
+            sizes = np.abs(query[:NOPE]) @ np.abs(self._stored[head, :NOPE])
+            error += ROUNDING * NOPE * (np.abs(rotate(latent)) @ sizes)
+            error += np.abs(latent) @ oracle.rotation_error(absorbed[None])[0]
         return scores * self.scale, error * self.scale
 
     def row(self, sequence: int, position: int) -> Approx:
@@ -247,13 +254,15 @@ class _LatentOracle:
         for head in range(HEADS):
             scores, score_error = self._scores(sequence, position, head)
             mixed = oracle.soft_mix(scores, float(score_error.max()), latent)
-            if self._rotated:
-                mixed = oracle.one_rotated(mixed)
             weights = self._kv_b[head, NOPE:]
             sizes = np.abs(weights)
             values.append(weights @ mixed.values)
             terms.append(sizes @ mixed.terms)
             error.append(sizes @ mixed.error + ROUNDING * (latent.shape[1] // 16 + 6) * terms[-1])
+            if self._rotated:  # what is mixed is rotated, then meets rotated rows
+                sizes, turned = np.abs(self._stored[head, NOPE:]), np.abs(rotate(mixed.values[None]))[0]
+                error[-1] += ROUNDING * (latent.shape[1] // 16 + 6) * (sizes @ turned)
+                error[-1] += sizes @ oracle.rotation_error(mixed.values[None])[0]
         return Approx(np.concatenate(values), np.concatenate(error), np.concatenate(terms))
 
 

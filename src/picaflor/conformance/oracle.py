@@ -32,40 +32,35 @@ def exactly(values: F64) -> Approx:
     return Approx(values, np.zeros(values.shape), np.abs(values))
 
 
+def rotation_error(x: F64) -> F64:
+    """What float32 butterflies add to each value of rows that are rotated or turned back: a part of a block's spread."""
+    error = np.zeros(x.shape)
+    for start, size in rotation_spans(x.shape[1]):
+        part = slice(start, start + size)
+        spread = np.sqrt(np.mean(x[:, part] ** 2, axis=1, keepdims=True))
+        error[:, part] = 4 * ROUNDING * (np.log2(size) + 1) * spread
+    return error
+
+
+def _mixed(x: F64) -> F64:
+    """The largest that a rotation can make of magnitudes: their sum in a block over the root of its size."""
+    out = np.zeros(x.shape)
+    for start, size in rotation_spans(x.shape[1]):
+        part = slice(start, start + size)
+        out[:, part] = x[:, part].sum(axis=1, keepdims=True) / np.sqrt(size)
+    return out
+
+
 def rotated(x: Approx) -> Approx:
-    """`rotate` of approximate rows: float32 butterflies add roundings to every value of a block."""
-    return _turned(x, rotate(x.values))
+    """`rotate` of approximate rows."""
+    values = rotate(x.values)
+    terms = _mixed(x.terms) if x.error.any() else np.abs(values)
+    return Approx(values, rotation_error(x.values) + _mixed(x.error), terms)
 
 
-def one_rotated(x: Approx) -> Approx:
-    """`rotated` of a single row `[cols]`."""
-    row = rotated(Approx(x.values[None], x.error[None], x.terms[None]))
-    return Approx(row.values[0], row.error[0], row.terms[0])
-
-
-def turned_back(x: Approx) -> Approx:
-    """`unrotate` of approximate rows, with the roundings of the same butterflies."""
-    out = _turned(x, unrotate(x.values))
-    terms = np.zeros(out.values.shape)
-    for start, size in rotation_spans(out.values.shape[1]):
-        part = slice(start, start + size)
-        terms[:, part] = x.terms[:, part].sum(axis=1, keepdims=True) / np.sqrt(size)
-    return Approx(out.values, out.error, terms)
-
-
-def _turned(x: Approx, values: F64) -> Approx:
-    error = np.zeros(values.shape)
-    for start, size in rotation_spans(values.shape[1]):
-        part = slice(start, start + size)
-        spread = np.sqrt(np.mean(x.values[:, part] ** 2, axis=1, keepdims=True))
-        inherited = x.error[:, part].sum(axis=1, keepdims=True) / np.sqrt(size)
-        error[:, part] = 4 * ROUNDING * (np.log2(size) + 1) * spread + inherited
-    terms = np.abs(values)
-    if x.error.any():
-        for start, size in rotation_spans(values.shape[1]):
-            part = slice(start, start + size)
-            terms[:, part] = x.terms[:, part].sum(axis=1, keepdims=True) / np.sqrt(size)
-    return Approx(values, error, terms)
+def turned_back(x: F64) -> Approx:
+    """`unrotate` of stored rows."""
+    return Approx(unrotate(x), rotation_error(x), _mixed(np.abs(x)))
 
 
 def product(x: Approx, matrix: Stored, spec: Format, group_size: int, precision: str) -> Approx:

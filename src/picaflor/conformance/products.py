@@ -203,7 +203,7 @@ def stored(matrix: Matrix) -> Stored:
 
 def rows_cases(spec: Format) -> Iterator[Case]:
     """Rows of an embedding: exactly code times scale (rotated ones turned back); a token outside gives zeros."""
-    blocks = ((130, 200),) if spec.scale.rows > 1 else ()
+    blocks = ((130, 200),) if spec.scale.rows > 1 else ((9, 520),) if spec.activation.rotated else ()
     for size in group_sizes(spec):
         for rows, cols in (*ROWS_SHAPES, *blocks):
             yield _rows(spec, size, rows, cols, "wild")
@@ -236,9 +236,8 @@ def _rows(spec: Format, size: int, rows: int, cols: int, kind: str, *, full_only
             return run_rows(device, {}, {"y": cols}, record, batch=batch)
 
         def expect(precision: str) -> list[Expected]:
-            table = oracle.exactly(stored(matrix).weights)
-            if spec.activation.rotated:
-                table = oracle.turned_back(table)
+            weights = stored(matrix).weights
+            table = oracle.turned_back(weights) if spec.activation.rotated else oracle.exactly(weights)
             values, error, terms = (
                 np.array([part[t] if 0 <= t < rows else np.zeros(cols) for t in tokens])
                 for part in (table.values, table.error, table.terms)
