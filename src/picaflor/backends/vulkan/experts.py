@@ -80,6 +80,7 @@ class ExpertCall:
         self._version = -1
         self._places: Buffer = None
         self._told: dict[int, Slot] | None = None
+        self._used: list[tuple[int, int]] = []
         pairs = work.max_rows * self._top_k
         inner = max(layout.gate.rows for layout in held.layouts)
         self._h = work.scratch("h", 4 * pairs * inner)
@@ -149,13 +150,13 @@ class ExpertCall:
         self._renew()
         if self._told == slots:
             return
-        kinds, banks, experts = self._held.kinds, len(self._tier.banks), len(self._held.layouts)
-        table = np.zeros((len(kinds), banks, experts), np.uint32)
+        banks, experts = len(self._tier.banks), len(self._held.layouts)
+        table = np.zeros((len(self._held.kinds), banks, experts), np.uint32)
         for number, slot in slots.items():
-            kind = kinds.index(self._held.layouts[number])
-            table[kind, slot.bank, number] = slot.offset // ALIGN_BYTES + 1
+            table[self._held.kind_of[number], slot.bank, number] = slot.offset // ALIGN_BYTES + 1
         self._work.gpu.write(self._places, 0, table)
         self._told = dict(slots)
+        self._used = sorted({(self._held.kind_of[number], slot.bank) for number, slot in slots.items()})
 
     def _renew(self) -> None:
         """Launches are bound to banks: make them again where there are others."""
@@ -173,10 +174,9 @@ class ExpertCall:
         if ways.tiles is not None:
             stream.launch(ways.tiles, 1)
             units = pairs // ways.together + min(len(self._held.layouts), pairs)
-        used = {(self._held.kinds.index(self._held.layouts[n]), slot.bank) for n, slot in self._told.items()}
         made: set[int] = set()
         for number, kind in enumerate(ways.kinds):
-            banks = [bank for found, bank in sorted(used) if found == number]
+            banks = [bank for found, bank in self._used if found == number]
             if banks:
                 self._kind(stream, kind, banks, moment.count, units, made)
 

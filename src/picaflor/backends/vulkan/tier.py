@@ -38,17 +38,19 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class HeldLayer:
-    """One layer's experts: layouts, where they are, how often they were wanted."""
+    """One layer's experts: layouts, where they are, how often they were wanted. `kinds`: layouts that differ, in the
+    order of the experts; `kind_of`: the number of each expert's."""
 
     layer: int
     layouts: tuple[ExpertLayout, ...]
     slots: dict[int, Slot] = field(default_factory=dict)
     heat: dict[int, float] = field(default_factory=dict)
+    kinds: list[ExpertLayout] = field(init=False)
+    kind_of: list[int] = field(init=False)
 
-    @property
-    def kinds(self) -> list[ExpertLayout]:
-        """Layouts that differ, in the order of the experts."""
-        return list(dict.fromkeys(self.layouts))
+    def __post_init__(self) -> None:
+        self.kinds = list(dict.fromkeys(self.layouts))
+        self.kind_of = [self.kinds.index(layout) for layout in self.layouts]
 
     @property
     def complete(self) -> bool:
