@@ -141,7 +141,7 @@ class Settings:
         kinds.size(),
         None,
         "Most memory of the GPU: weights, cache and work first, experts in the rest.",
-        ENGINE_COMMANDS,
+        (*ENGINE_COMMANDS, "doctor"),
         unset="0.92 of what is free",
     )
     precision: str = _option(

@@ -122,6 +122,8 @@ def check_model(model: str, settings: Settings, *, deep: bool = False) -> Iterat
         return
     yield _answer("model.storage", partial(check_storage, path, extra_dirs=split_folders(settings)))
     yield _answer("model.plan", partial(check_plan, path, settings))
+    for name in _devices():
+        yield _answer(f"model.{name}", partial(check_device, name, path, settings))
     if deep:
         yield _answer("model.weights", partial(check_weights, path, settings))
         yield _answer("model.reads", partial(check_reads, path, settings))
@@ -137,6 +139,34 @@ def check_plan(path: Path, settings: Settings) -> Check:
     finally:
         plan.close()
     return Check("model.plan", "ok", detail)
+
+
+def check_device(name: str, path: Path, settings: Settings) -> Check:
+    """Where the weights would lie with a device: what must be there, how many experts, and what others hold of it."""
+    from picaflor.runtime.placement import DeviceMemory, place
+    from picaflor.runtime.plan import backend_part, package_of
+
+    memory = DeviceMemory(*backend_part(package_of(name), "backend").device_memory(name))
+    plan = _sketch(path, settings)
+    try:
+        kinds = ("resident weights", "key-value cache", "work buffers")
+        needs = [item for item in plan.ledger.items if item.name.startswith(kinds)]
+        files = plan.files
+        layers = files.layers if files is not None else ()
+        sizes = [files.slot_nbytes(layer) for layer in layers if files for _ in range(files.count(layer))]
+        found = place(memory, needs, sizes, in_ram=sum(plan.ledger.slots.values()), vram=settings.vram)
+    finally:
+        plan.close()
+    if told := memory.others():
+        remedy = "end the other program, or say with --vram what to plan for"
+        return Check(f"model.{name}", "warn", f"{found}; {told}", remedy)
+    return Check(f"model.{name}", "ok", str(found))
+
+
+def _devices() -> list[str]:
+    from picaflor.runtime.plan import usable_devices
+
+    return usable_devices()
 
 
 def check_weights(path: Path, settings: Settings) -> Check:

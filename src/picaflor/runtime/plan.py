@@ -236,6 +236,11 @@ def automatic_choice(
     return f"--backend auto is the CPU: {untold}; --backend {name} uses the GPU{first}"
 
 
+def package_of(backend: str) -> str:
+    """The package under `backends` that has a backend."""
+    return BACKENDS[backend]
+
+
 def backend_part(name: str, part: str) -> Any:
     """A module of a backend by name, for what measures the backend itself."""
     return importlib.import_module(f"picaflor.backends.{name}.{part}")

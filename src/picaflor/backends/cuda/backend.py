@@ -55,6 +55,15 @@ def find_device(backend: Name) -> tuple[Any, str]:
     return device, arch
 
 
+def device_memory(backend: Name) -> tuple[str, int, int]:
+    """The name of a backend's device and its free and all bytes. Raises UnsupportedKernel as `find_device`."""
+    device, arch = find_device(backend)
+    if device.type == "cpu":
+        raise UnsupportedKernel(f"backend {backend}: the {arch} has no memory of its own")
+    free, total = torch.cuda.mem_get_info(device)
+    return str(torch.cuda.get_device_properties(device).name), int(free), int(total)
+
+
 def _no_device() -> str:
     """Why torch sees no device, in its own words."""
     try:
