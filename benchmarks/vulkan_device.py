@@ -311,7 +311,10 @@ def part_speed(tilings: Sequence[str], seconds: float, save: Callable[[Found], N
     found["chosen"] = best[1]
     if time.monotonic() < until:
         products += [Products(*shape) for shape in shapes[2:]]
-        found["timed"] = list(_marked(lines_of(products, experts, repeats, short=False), copy, best[1]))
+        found["timed"] = []
+        for line in _marked(lines_of(products, experts, repeats, short=False), copy, best[1]):
+            found["timed"].append(line)
+            save(found)
     gpu.tiling = default
     return found
 
