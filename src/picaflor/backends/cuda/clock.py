@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -45,3 +46,22 @@ class Clock:
                 seconds = start.elapsed_time(end) * 1e-3 if self._real else end - start
                 found[kind] = found.get(kind, 0.0) + seconds
         return found
+
+
+@lru_cache(maxsize=1)
+def works_in_graphs() -> bool:
+    """Whether marks in a captured graph can be read: tried once, on a graph of two small steps."""
+    values = torch.zeros(16, device="cuda")
+    graph, clock = torch.cuda.CUDAGraph(), Clock(values.device, captured=True)
+    try:
+        with torch.cuda.graph(graph):
+            clock.mark("first")
+            values += 1
+            clock.mark("second")
+            values += 1
+            clock.mark("")
+        graph.replay()
+        found = clock.take()
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return set(found) == {"first", "second"} and min(found.values()) >= 0.0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.cuda.attention import BLOCK_KEYS
-from picaflor.backends.cuda.clock import Clock
+from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
@@ -306,7 +306,7 @@ class CudaProgram:
             if part.captured is None:
                 part.captured = self._captured(wide, part.steps, None)
                 part.captured.replay()
-            elif part.age == MEASURED_REPLAY and not torch.version.hip:
+            elif part.age == MEASURED_REPLAY and works_in_graphs():
                 clock = Clock(self._batches.device, captured=True)
                 self._captured(wide, part.steps, clock).replay()
                 part.lasts = clock.take()
