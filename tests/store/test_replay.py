@@ -158,6 +158,15 @@ def test_auto_is_never_below_lru(slots: int) -> None:
             assert auto.hits >= 0.99 * lru.hits - chance, (name, options)
 
 
+def test_auto_is_not_below_lru_where_routes_change_during_a_pause() -> None:
+    """4000 tokens of one kind, so that shadows pause, then of another."""
+    cases = _adversarial()
+    for kinds in (("one topic", "topics, 8 tokens each"), ("uniform", "topics, 1 tokens each")):
+        routes = routes_of(np.concatenate([cases[kind] for kind in kinds for _ in range(4)]))
+        lru, auto = (replay(routes, slots=3, policy=name) for name in ("lru", "auto"))
+        assert auto.hits >= 0.99 * lru.hits, kinds
+
+
 def test_pins_win_on_a_stable_skew_and_auto_finds_them() -> None:
     rng = np.random.default_rng(5)
     chance = 1 / np.arange(1, EXPERTS + 1) ** 1.2
