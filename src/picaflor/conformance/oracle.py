@@ -33,7 +33,7 @@ def exactly(values: F64) -> Approx:
 
 
 def rotation_error(x: F64) -> F64:
-    """What float32 butterflies add to each value of rows that are rotated or turned back: a part of a block's spread."""
+    """What float32 butterflies add to each value of rows that are rotated or turned back, from a block's spread."""
     error = np.zeros(x.shape)
     for start, size in rotation_spans(x.shape[1]):
         part = slice(start, start + size)
