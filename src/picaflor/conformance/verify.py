@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from picaflor import settings
-from picaflor.backends.cells import ROW_OPS, WEIGHT_OPS
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.conformance import attending, suite
 from picaflor.conformance.case import Case, Device, Prepared, hold, make_matrix, random, start
@@ -23,6 +22,8 @@ from picaflor.runtime.plan import EngineOptions, load_backend
 
 Say = Callable[[str], None]
 Wrap = Callable[[Any], Device]
+READS_WEIGHTS = ("matmul", "expert_ffn", "rows", "row_axpy")
+"""The operations of which every backend must say, for each format, whether it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def offered(plain: Any, cases: Iterable[Case]) -> list[Case]:
 
 def missing_cells(plain: Any) -> list[str]:
     """Names of the cells that the backend lacks: each registered format needs one per operation that reads weights."""
-    return [name for name in plain.table.missing(REGISTRY, WEIGHT_OPS + ROW_OPS) if name.startswith(f"{plain.name}.")]
+    return [name for name in plain.table.missing(REGISTRY, READS_WEIGHTS) if name.startswith(f"{plain.name}.")]
 
 
 def _words(what: What) -> str:
