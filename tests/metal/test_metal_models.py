@@ -142,7 +142,9 @@ def test_mlx_giving_up_hands_over_or_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(Experts, "compute", broken)
         assert logits(engine, IDS[:2]).tobytes() == expected.tobytes()
-    assert any("MLX says: [eval] the device was lost; cpu does this" in line for line in warnings)
+    told = [line for line in warnings if "MLX says: [eval] the device was lost; used for " in line]
+    assert len(told) == 1
+    assert told[0].endswith("; cpu does this and all later such calls; to cure: --backend cpu")
     with opened(GLM, backend="metal") as engine:
 
         def full(*_: Any) -> Any:

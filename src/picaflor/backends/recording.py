@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from picaflor.backends import shapes
 from picaflor.backends.api import (
     GQA,
     MLA,
@@ -25,6 +26,7 @@ from picaflor.backends.api import (
 )
 from picaflor.backends.batches import Limits
 from picaflor.backends.host import FINISH, Call, HostTwin
+from picaflor.backends.shapes import check
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 
 Run = Callable[[Any], None]
@@ -82,14 +84,14 @@ class DeviceRecorder(ABC):
 
     def rows(self, width: int, *, dtype: Literal["f32", "i32"] = "f32") -> Rows:
         """A new buffer."""
-        check(width > 0, f"a buffer of width {width}")
+        shapes.new_rows(width)
         made = Rows(width, dtype, self.new_buffer(width, dtype))
         self._twin.calls.append(Call("rows", (made, width, dtype), {}))
         return made
 
     def part(self, rows: Rows, start: int, width: int) -> Rows:
         """Columns of a buffer, as a view."""
-        check(start >= 0 and width > 0 and start + width <= rows.width, f"columns {start}+{width} of {rows.width}")
+        shapes.part(rows, start, width)
         return Rows(width, rows.dtype, rows.handle, rows.start + start)
 
     def kv_plane(self, layer: int, name: str, width: int) -> KVPlane:
@@ -99,7 +101,7 @@ class DeviceRecorder(ABC):
             self._planes[key] = KVPlane(layer, name, width, "f32", self.new_plane(width))
             self._twin.planes.append(self._planes[key])
         plane = self._planes[key]
-        check(plane.width == width, f"plane {name} of layer {layer} is {plane.width} wide, asked for {width}")
+        shapes.plane(plane, width)
         return plane
 
     def plane_bytes(self) -> int:
@@ -115,28 +117,25 @@ class DeviceRecorder(ABC):
 
     def embed(self, table: Weight, out: Rows) -> None:
         """out = table[token]; zeros for a token outside."""
-        check(out.width == table.cols, f"{table.name} has rows of {table.cols}, the buffer {out.width}")
+        shapes.embed(table, out)
         cell = self._select("rows", table.format, table.name)
         self._record("embed", "other", cell, (table, out))
 
     def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
         """Root-mean-square norm of each of `heads` equal parts; out may be x."""
-        check(x.width == out.width == weight.length * heads, f"{weight.name}: {heads}x{weight.length} on {x.width}")
+        shapes.rmsnorm(x, weight, out, heads)
         cell = self._select("rmsnorm", what=weight.name)
         self._record("rmsnorm", "other", cell, (x, weight, out), {"eps": eps, "heads": heads})
 
     def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
         """Mean-variance norm; out may be x."""
-        fits = x.width == out.width == weight.length == bias.length
-        check(fits, f"{weight.name}: {weight.length}, bias {bias.length}, on {x.width} to {out.width}")
+        shapes.layernorm(x, weight, bias, out)
         cell = self._select("layernorm", what=weight.name)
         self._record("layernorm", "other", cell, (x, weight, bias, out), {"eps": eps})
 
     def matmul(self, x: Rows, weight: Weight, out: Rows) -> None:
         """out = x @ W.T."""
-        fits = x.width == weight.cols and out.width == weight.rows
-        check(fits, f"{weight.name} [{weight.rows}, {weight.cols}] from {x.width} to {out.width}")
-        check(not overlap(x, out), f"{weight.name}: out aliases x")
+        shapes.matmul(x, weight, out)
         cell = self._select("matmul", weight.format, weight.name)
         self._record("matmul", "head" if self._outputs else "matmul", cell, (x, weight, out))
 
@@ -144,29 +143,24 @@ class DeviceRecorder(ABC):
         self, x: Rows, *, heads: int, head_width: int, start: int, dims: int, theta: float, style: RopeStyle
     ) -> None:
         """Rotate `dims` values from `start` of each head in place."""
-        check(x.width == heads * head_width, f"rope: {heads} heads of {head_width} in {x.width}")
-        check(start >= 0 and dims > 0 and start + dims <= head_width, f"rope: {start}+{dims} of {head_width}")
-        check(dims % 2 == 0, f"rope: {dims} values are no pairs")
-        check(style in ("interleaved", "half"), f"rope style {style}")
+        shapes.rope(x, heads=heads, head_width=head_width, start=start, dims=dims, style=style)
         cell = self._select("rope")
         options = {"heads": heads, "head_width": head_width, "start": start, "dims": dims, "theta": theta}
         self._record("rope", "other", cell, (x,), {**options, "style": style})
 
     def add(self, x: Rows, y: Rows) -> None:
         """x = x + y."""
-        check(x.width == y.width, f"add: {x.width} and {y.width}")
+        shapes.add(x, y)
         self._record("add", "other", self._select("add"), (x, y))
 
     def silu_mul(self, gate: Rows, up: Rows, out: Rows) -> None:
         """out = silu(gate) * up; out may be gate."""
-        check(gate.width == up.width == out.width, f"silu_mul: {gate.width}, {up.width}, {out.width}")
+        shapes.silu_mul(gate, up, out)
         self._record("silu_mul", "other", self._select("silu_mul"), (gate, up, out))
 
     def select_outputs(self, x: Rows, out: Rows) -> None:
         """out = the batch's output rows of x, packed."""
-        check(x.width == out.width, f"select_outputs: {x.width} to {out.width}")
-        check(not overlap(x, out), "select_outputs: out aliases x")
-        check(not self._outputs, "select_outputs a second time in one program")
+        shapes.select_outputs(x, out, again=self._outputs)
         cell = self._select("select_outputs")
         self._outputs = True
         self._record("select_outputs", "other", cell, (x, out))
@@ -175,16 +169,14 @@ class DeviceRecorder(ABC):
 
     def kv_write(self, x: Rows, plane: KVPlane) -> None:
         """Store the row in its sequence's page."""
-        check(x.width == plane.width, f"kv_write: {x.width} into plane {plane.name} of {plane.width}")
+        shapes.kv_write(x, plane)
         self._record("kv_write", "attention", self._select("kv_write"), (x, plane))
 
     def index_select(
         self, q: Rows, weights: Rows, keys: KVPlane, out: Rows, *, heads: int, head_dim: int, top_k: int
     ) -> None:
         """DSA selection: out is i32 `[1 + top_k]`."""
-        fits = q.width == heads * head_dim and weights.width == heads and keys.width == head_dim
-        check(fits, f"index_select: {heads}x{head_dim}, q {q.width}, weights {weights.width}, keys {keys.width}")
-        check(top_k > 0 and out.width == 1 + top_k, f"index_select: {top_k} positions into {out.width}")
+        shapes.index_select(q, weights, keys, out, heads=heads, head_dim=head_dim, top_k=top_k)
         check(out.dtype == "i32", "index_select: positions go into a buffer of i32")
         cell = self._select("index_select")
         options = {"heads": heads, "head_dim": head_dim, "top_k": top_k}
@@ -192,43 +184,22 @@ class DeviceRecorder(ABC):
 
     def attention(self, q: Rows, out: Rows, *, kind: MLA | GQA, selection: Rows | None = None) -> None:
         """Causal attention over the row's sequence, or over the selected positions."""
-        check(not overlap(q, out), "attention: out aliases q")
+        shapes.attention(q, out, kind)
         check(selection is None or selection.dtype == "i32", "attention: a selection is a buffer of i32")
         if isinstance(kind, MLA):
-            cell = self._mla_cell(q, out, kind)
-        elif isinstance(kind, GQA):
-            width = kind.kv_heads * kind.head_dim
-            fits = q.width == out.width == kind.heads * kind.head_dim and kind.heads % kind.kv_heads == 0
-            check(fits, f"attention: q {q.width}, out {out.width}, {kind.heads} heads over {kind.kv_heads}")
-            check(kind.keys.width == kind.values.width == width, f"attention: planes are not {width} wide")
-            cell = self._select("attention", what=f"attention of layer {kind.keys.layer}")
+            for op in ("rows", "row_axpy"):
+                self._select(op, kind.kv_b.format, kind.kv_b.name)
+            cell = self._select("attention", what=kind.kv_b.name)
         else:
-            raise ValueError(f"attention kind {type(kind).__name__}; accepted: MLA, GQA")
+            cell = self._select("attention", what=f"attention of layer {kind.keys.layer}")
         self._record("attention", "attention", cell, (q, out), {"kind": kind, "selection": selection})
-
-    def _mla_cell(self, q: Rows, out: Rows, kind: MLA) -> Cell:
-        fits = q.width == kind.heads * (kind.nope + kind.rope) and out.width == kind.heads * kind.value
-        check(fits, f"attention: q {q.width}, out {out.width} for {kind.heads} heads")
-        shape = (kind.heads * (kind.nope + kind.value), kind.latent.width)
-        check((kind.kv_b.rows, kind.kv_b.cols) == shape, f"{kind.kv_b.name} is not {shape}")
-        check(kind.rope_key.width == kind.rope, f"rope key plane of {kind.rope_key.width} for {kind.rope}")
-        for op in ("rows", "row_axpy"):
-            self._select(op, kind.kv_b.format, kind.kv_b.name)
-        return self._select("attention", what=kind.kv_b.name)
 
     # ---- experts ----
 
     def router(self, logits: Rows, bias: Vector | None, ids: Rows, weights: Rows, *, spec: RouterSpec) -> None:
         """ids i32 and weights f32 `[top_k]`, in routing order."""
-        check(logits.width == spec.experts, f"router: {logits.width} logits for {spec.experts} experts")
-        check(bias is None or bias.length == spec.experts, "router: bias of another length")
-        check(ids.width == weights.width == spec.top_k, f"router: {ids.width}, {weights.width} for {spec.top_k}")
+        shapes.router(logits, bias, ids, weights, spec)
         check(ids.dtype == "i32", "router: ids go into a buffer of i32")
-        check(spec.score in ("sigmoid", "softmax"), f"router score {spec.score}; accepted: sigmoid, softmax")
-        grouped = spec.groups >= 1 and spec.experts % spec.groups == 0 and 1 <= spec.top_groups <= spec.groups
-        check(grouped, f"router: {spec.top_groups} of {spec.groups} groups of {spec.experts} experts")
-        reachable = spec.top_groups * (spec.experts // spec.groups) if spec.groups > 1 else spec.experts
-        check(1 <= spec.top_k <= reachable, f"router: top {spec.top_k} of {reachable} experts")
         self._record("router", "router", self._select("router"), (logits, bias, ids, weights), {"spec": spec})
 
     def experts(
@@ -244,15 +215,12 @@ class DeviceRecorder(ABC):
     ) -> None:
         """out = weighted sum of the chosen experts, in routing order, then what `beside` records. One matrix that the
         host must do takes the whole layer there."""
-        check(x.width == out.width, f"experts: {x.width} to {out.width}")
-        check(not overlap(x, out), "experts: out aliases x")
-        whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
-        check(whole, "experts: ids and weights must be whole buffers of the same width")
+        shapes.experts(x, ids, weights, out)
         for number, expert in enumerate(layouts):
             inner, hidden = expert.gate.rows, x.width
-            shapes = [(m.rows, m.cols) for m in (expert.gate, expert.up, expert.down)]
-            fits = shapes == [(inner, hidden), (inner, hidden), (hidden, inner)]
-            check(fits, f"layer {layer}, expert {number}: gate, up, down are {shapes} for rows of {hidden}")
+            given = [(m.rows, m.cols) for m in (expert.gate, expert.up, expert.down)]
+            fits = given == [(inner, hidden), (inner, hidden), (hidden, inner)]
+            check(fits, f"layer {layer}, expert {number}: gate, up, down are {given} for rows of {hidden}")
         names = sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)})
         cells = [self._select("expert_ffn", name, f"experts of layer {layer}") for name in names]
         cell = next((cell for cell in cells if cell.backend != self._backend), cells[0])
@@ -282,14 +250,3 @@ class DeviceRecorder(ABC):
 
     def _select(self, op: str, format_name: str = NO_FORMAT, what: str = "") -> Cell:
         return self._table.select(op, format_name, self._backend, what=what)
-
-
-def overlap(a: Rows, b: Rows) -> bool:
-    """Whether two views share columns."""
-    return bool(a.handle is b.handle and a.start < b.start + b.width and b.start < a.start + a.width)
-
-
-def check(right: bool, text: str) -> None:
-    """Raises ValueError."""
-    if not right:
-        raise ValueError(text)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import picaflor._native as _native
+from picaflor.backends import shapes
 from picaflor.backends.api import (
     GQA,
     MLA,
@@ -84,12 +85,12 @@ class CpuRecorder:
 
     def rows(self, width: int, *, dtype: Literal["f32", "i32"] = "f32") -> Rows:
         """A new buffer."""
-        _check(width > 0, f"a buffer of width {width}")
+        shapes.new_rows(width)
         return Rows(width, dtype, Buffer(self._arena.add_storage(width), self._max_rows))
 
     def part(self, rows: Rows, start: int, width: int) -> Rows:
         """Columns of a buffer, as a view."""
-        _check(start >= 0 and width > 0 and start + width <= rows.width, f"columns {start}+{width} of {rows.width}")
+        shapes.part(rows, start, width)
         return Rows(width, rows.dtype, rows.handle, rows.start + start)
 
     def kv_plane(self, layer: int, name: str, width: int) -> KVPlane:
@@ -98,7 +99,7 @@ class CpuRecorder:
         if key not in self._planes:
             self._planes[key] = KVPlane(layer, name, width, "f32", self._arena.add_plane(width))
         plane = self._planes[key]
-        _check(plane.width == width, f"plane {name} of layer {layer} is {plane.width} wide, asked for {width}")
+        shapes.plane(plane, width)
         return plane
 
     def workspace_bytes(self) -> int:
@@ -122,29 +123,26 @@ class CpuRecorder:
 
     def embed(self, table: Weight, out: Rows) -> None:
         """out = table[token]; zeros for a token outside."""
-        _check(out.width == table.cols, f"{table.name} has rows of {table.cols}, the buffer {out.width}")
+        shapes.embed(table, out)
         self._select("rows", table.format, table.name)
         self._builder.embed(self._matrix(table), _view(out))
 
     def rmsnorm(self, x: Rows, weight: Vector, out: Rows, *, eps: float, heads: int = 1) -> None:
         """Root-mean-square norm of each of `heads` equal parts; out may be x."""
-        _check(x.width == out.width == weight.length * heads, f"{weight.name}: {heads}x{weight.length} on {x.width}")
+        shapes.rmsnorm(x, weight, out, heads)
         self._select("rmsnorm", what=weight.name)
         self._builder.rmsnorm(_view(x), self._address(weight), _view(out), eps, heads)
         self._norms[_place(out)] = weight
 
     def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
         """Mean-variance norm; out may be x."""
-        fits = x.width == out.width == weight.length == bias.length
-        _check(fits, f"{weight.name}: {weight.length}, bias {bias.length}, on {x.width} to {out.width}")
+        shapes.layernorm(x, weight, bias, out)
         self._select("layernorm", what=weight.name)
         self._builder.layernorm(_view(x), self._address(weight), self._address(bias), _view(out), eps)
 
     def matmul(self, x: Rows, weight: Weight, out: Rows) -> None:
         """out = x @ W.T."""
-        fits = x.width == weight.cols and out.width == weight.rows
-        _check(fits, f"{weight.name} [{weight.rows}, {weight.cols}] from {x.width} to {out.width}")
-        _check(not _overlap(x, out), f"{weight.name}: out aliases x")
+        shapes.matmul(x, weight, out)
         self._select("matmul", weight.format, weight.name)
         self._builder.matmul(_view(x), self._matrix(weight), _view(out))
         self._products[_place(out)] = (_place(x), weight)
@@ -153,30 +151,25 @@ class CpuRecorder:
         self, x: Rows, *, heads: int, head_width: int, start: int, dims: int, theta: float, style: RopeStyle
     ) -> None:
         """Rotate `dims` values from `start` of each head in place."""
-        _check(x.width == heads * head_width, f"rope: {heads} heads of {head_width} in {x.width}")
-        _check(start >= 0 and dims > 0 and start + dims <= head_width, f"rope: {start}+{dims} of {head_width}")
-        _check(dims % 2 == 0, f"rope: {dims} values are no pairs")
-        _check(style in ("interleaved", "half"), f"rope style {style}")
+        shapes.rope(x, heads=heads, head_width=head_width, start=start, dims=dims, style=style)
         self._select("rope")
         self._builder.rope(_view(x), heads, head_width, start, dims, theta, style == "interleaved")
 
     def add(self, x: Rows, y: Rows) -> None:
         """x = x + y."""
-        _check(x.width == y.width, f"add: {x.width} and {y.width}")
+        shapes.add(x, y)
         self._select("add")
         self._builder.add(_view(x), _view(y))
 
     def silu_mul(self, gate: Rows, up: Rows, out: Rows) -> None:
         """out = silu(gate) * up; out may be gate."""
-        _check(gate.width == up.width == out.width, f"silu_mul: {gate.width}, {up.width}, {out.width}")
+        shapes.silu_mul(gate, up, out)
         self._select("silu_mul")
         self._builder.silu_mul(_view(gate), _view(up), _view(out))
 
     def select_outputs(self, x: Rows, out: Rows) -> None:
         """out = the batch's output rows of x, packed."""
-        _check(x.width == out.width, f"select_outputs: {x.width} to {out.width}")
-        _check(not _overlap(x, out), "select_outputs: out aliases x")
-        _check(not self._builder.after_outputs, "select_outputs a second time in one program")
+        shapes.select_outputs(x, out, again=self._builder.after_outputs)
         self._select("select_outputs")
         self._builder.select_outputs(_view(x), _view(out))
 
@@ -184,7 +177,7 @@ class CpuRecorder:
 
     def kv_write(self, x: Rows, plane: KVPlane) -> None:
         """Store the row in its sequence's page."""
-        _check(x.width == plane.width, f"kv_write: {x.width} into plane {plane.name} of {plane.width}")
+        shapes.kv_write(x, plane)
         self._select("kv_write")
         self._builder.kv_write(_view(x), plane.handle)
 
@@ -192,30 +185,20 @@ class CpuRecorder:
         self, q: Rows, weights: Rows, keys: KVPlane, out: Rows, *, heads: int, head_dim: int, top_k: int
     ) -> None:
         """DSA selection: out is i32 `[1 + top_k]`."""
-        fits = q.width == heads * head_dim and weights.width == heads and keys.width == head_dim
-        _check(fits, f"index_select: {heads}x{head_dim}, q {q.width}, weights {weights.width}, keys {keys.width}")
-        _check(top_k > 0 and out.width == 1 + top_k, f"index_select: {top_k} positions into {out.width}")
+        shapes.index_select(q, weights, keys, out, heads=heads, head_dim=head_dim, top_k=top_k)
         self._select("index_select")
         self._builder.index_select(_view(q), _view(weights), keys.handle, _view(out, "i32"), heads, head_dim, top_k)
 
     def attention(self, q: Rows, out: Rows, *, kind: MLA | GQA, selection: Rows | None = None) -> None:
         """Causal attention over the row's sequence, or over the selected positions."""
-        _check(not _overlap(q, out), "attention: out aliases q")
+        shapes.attention(q, out, kind)
         chosen = None if selection is None else _view(selection, "i32")
         if isinstance(kind, MLA):
             self._mla(q, out, kind, chosen)
-        elif isinstance(kind, GQA):
-            self._gqa(q, out, kind, chosen)
         else:
-            raise ValueError(f"attention kind {type(kind).__name__}; accepted: MLA, GQA")
+            self._gqa(q, out, kind, chosen)
 
     def _mla(self, q: Rows, out: Rows, kind: MLA, selection: Any) -> None:
-        rank = kind.latent.width
-        fits = q.width == kind.heads * (kind.nope + kind.rope) and out.width == kind.heads * kind.value
-        _check(fits, f"attention: q {q.width}, out {out.width} for {kind.heads} heads")
-        shape = (kind.heads * (kind.nope + kind.value), rank)
-        _check((kind.kv_b.rows, kind.kv_b.cols) == shape, f"{kind.kv_b.name} is not {shape}")
-        _check(kind.rope_key.width == kind.rope, f"rope key plane of {kind.rope_key.width} for {kind.rope}")
         weights = kind.kv_b.format
         self._select("attention", NO_FORMAT, kind.kv_b.name, also=(("rows", weights), ("row_axpy", weights)))
         self._builder.mla(
@@ -233,10 +216,6 @@ class CpuRecorder:
         )
 
     def _gqa(self, q: Rows, out: Rows, kind: GQA, selection: Any) -> None:
-        width = kind.kv_heads * kind.head_dim
-        fits = q.width == out.width == kind.heads * kind.head_dim and kind.heads % kind.kv_heads == 0
-        _check(fits, f"attention: q {q.width}, out {out.width}, {kind.heads} heads over {kind.kv_heads}")
-        _check(kind.keys.width == kind.values.width == width, f"attention: planes are not {width} wide")
         self._select("attention", what=f"attention of layer {kind.keys.layer}")
         self._builder.gqa(
             _view(q),
@@ -254,14 +233,7 @@ class CpuRecorder:
 
     def router(self, logits: Rows, bias: Vector | None, ids: Rows, weights: Rows, *, spec: RouterSpec) -> None:
         """ids i32 and weights f32 `[top_k]`, in routing order."""
-        _check(logits.width == spec.experts, f"router: {logits.width} logits for {spec.experts} experts")
-        _check(bias is None or bias.length == spec.experts, "router: bias of another length")
-        _check(ids.width == weights.width == spec.top_k, f"router: {ids.width}, {weights.width} for {spec.top_k}")
-        _check(spec.score in ("sigmoid", "softmax"), f"router score {spec.score}; accepted: sigmoid, softmax")
-        grouped = spec.groups >= 1 and spec.experts % spec.groups == 0 and 1 <= spec.top_groups <= spec.groups
-        _check(grouped, f"router: {spec.top_groups} of {spec.groups} groups of {spec.experts} experts")
-        reachable = spec.top_groups * (spec.experts // spec.groups) if spec.groups > 1 else spec.experts
-        _check(1 <= spec.top_k <= reachable, f"router: top {spec.top_k} of {reachable} experts")
+        shapes.router(logits, bias, ids, weights, spec)
         self._select("router")
         self._builder.router(
             _view(logits),
@@ -290,10 +262,7 @@ class CpuRecorder:
         beside: Callable[[], None] | None = None,
     ) -> None:
         """out = weighted sum of the chosen experts, in routing order."""
-        _check(x.width == out.width, f"experts: {x.width} to {out.width}")
-        _check(not _overlap(x, out), "experts: out aliases x")
-        whole = ids.start == weights.start == 0 and ids.width == weights.width and ids.dtype == "i32"
-        _check(whole, "experts: ids and weights must be whole buffers of the same width")
+        shapes.experts(x, ids, weights, out)
         formats = sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)})
         cells = [self._cell("expert_ffn", name, f"experts of layer {layer}") for name in formats]
         ffn_layer = self._experts.add_layer(layouts, hidden=x.width, top_k=ids.width, layer=layer)
@@ -369,18 +338,9 @@ class CpuRecorder:
 
 
 def _view(rows: Rows, dtype: Literal["f32", "i32"] = "f32") -> Any:
-    _check(rows.dtype == dtype, f"a buffer of {rows.dtype} where {dtype} is needed")
+    shapes.check(rows.dtype == dtype, f"a buffer of {rows.dtype} where {dtype} is needed")
     return rows.handle.view(rows)
 
 
 def _place(rows: Rows) -> _Place:
     return (rows.handle, rows.start, rows.width)
-
-
-def _overlap(a: Rows, b: Rows) -> bool:
-    return bool(a.handle == b.handle and a.start < b.start + b.width and b.start < a.start + a.width)
-
-
-def _check(right: bool, text: str) -> None:
-    if not right:
-        raise ValueError(text)

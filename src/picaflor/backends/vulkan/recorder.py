@@ -15,7 +15,8 @@ from picaflor.backends.api import GQA, MLA, ExpertProvider, KVPlane, RouterSpec,
 from picaflor.backends.batches import Limits, rope_lines
 from picaflor.backends.host import Call, HostTwin
 from picaflor.backends.programs import Guard
-from picaflor.backends.recording import DeviceRecorder, Run, check
+from picaflor.backends.recording import DeviceRecorder, Run
+from picaflor.backends.shapes import check
 from picaflor.backends.table import CapabilityTable
 from picaflor.backends.vulkan import attention, rows
 from picaflor.backends.vulkan.attending import Room, attend_latents, attend_queries, rounded
