@@ -77,8 +77,8 @@ SMALL_SCALES, LARGE_SCALES, EVERY_SCALE = "smallest scales", "largest scales", "
 SHOWN_SIZES = (0, 64)
 """Group sizes whose extremes of scales are quick cases; 0 is a format without a choice."""
 
-MOST_USUAL = 50_000
-"""Outputs of a product up to which the stated bound is asked of all; beyond, the derived one alone decides."""
+SHORT, FEW_OUTPUTS = 16, 1000
+"""A last group of fewer inputs is short: of more outputs than these the stated bound is then not asked."""
 KEPT_MATRICES = 48
 """As many as one case has: each precision asks for all of them."""
 
@@ -192,9 +192,10 @@ def _product(matrix: Matrix, x: F32, precision: str, *, plain: bool) -> Expected
     spec = REGISTRY[matrix.format]
     right = oracle.product(oracle.exactly(x.astype(np.float64)), stored(matrix), spec, matrix.group_size, precision)
     # A rotation mixes small values with large ones and a row may be short: then only the derived bound is fair.
-    # Among very many outputs there is one in which a single weight of a short last group prevails.
-    usual = matrix.cols >= 16 and matrix.rows * len(x) <= MOST_USUAL
-    fair = plain and usual and spec.activation.group != 0
+    # And among many outputs there is one in which a single weight of a short last group prevails.
+    group = matrix.group_size if spec.activation.group == -1 else spec.activation.group
+    long = bool(group) and (matrix.cols % group == 0 or matrix.cols % group >= SHORT)
+    fair = plain and matrix.cols >= SHORT and group != 0 and (long or matrix.rows * len(x) <= FEW_OUTPUTS)
     ruled = oracle.by_rule(x.astype(np.float64), stored(matrix), spec, matrix.group_size, precision)
     return Expected(right.values, right.error, right.terms, plain=fair, by_rule=ruled)
 
