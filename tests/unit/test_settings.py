@@ -110,7 +110,7 @@ def test_variable_values(name: str, text: str, value: object) -> None:
         ("threads", "²", "a whole number from 1 to 1024"),
         ("backend", "npu", "one of auto, cpu, cuda, rocm, metal, vulkan"),
         ("precision", "half", "one of fast, standard, exact"),
-        ("isa", "sse", "one of auto, scalar, avx2, avx512, neon"),
+        ("isa", "sse", "one of auto, scalar, avx2, avxvnni, avx512-base, avx512, neon"),
         ("group_size", "65", "one of 16, 32, 48, 64, 96, 128, 192, 256"),
         ("group_size", "many", "one of 16, 32, 48, 64, 96, 128, 192, 256"),
         ("latent_norm_eps", "0", "a number above 0 to 0.01"),
