@@ -7,7 +7,9 @@ whatever the computing stream is given after `settle`, and never before.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +17,29 @@ import torch
 Tensor = Any
 RING = 4
 """Pinned buffers; as many copies are under way at once."""
+COPIERS: Final = 4
+"""Threads that fill a pinned buffer together: one alone does not keep up with the way to the device."""
+LEAST_PART: Final = 256 << 10
+"""Bytes of a thread's part, at least."""
+
+
+@lru_cache(maxsize=1)
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(COPIERS, thread_name_prefix="picaflor-send")
+
+
+def fill(target: int, source: int, nbytes: int) -> None:
+    """Copy host memory to host memory, large pieces by several threads; all of it is there when this returns."""
+    part = max(LEAST_PART, -(-nbytes // COPIERS))
+    if nbytes <= part:
+        ctypes.memmove(target, source, nbytes)
+        return
+    starts = range(0, nbytes, part)
+    jobs = [
+        _copiers().submit(ctypes.memmove, target + start, source + start, min(part, nbytes - start)) for start in starts
+    ]
+    for job in jobs:
+        job.result()
 
 
 class Staging:
@@ -35,15 +60,15 @@ class Staging:
 
         `after`: an event of the computing stream, the last use of what `target` held; None if nobody used it.
         """
-        source = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)))
         if not self._async:
-            target[:nbytes].copy_(source)
+            source = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+            target[:nbytes].copy_(torch.from_numpy(source))
             return
         place, self._next = self._next, (self._next + 1) % RING
         if self._sent[place] is not None:
             self._sent[place].synchronize()
         pinned = self._ring[place][:nbytes]
-        pinned.copy_(source)
+        fill(pinned.data_ptr(), address, nbytes)
         if after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):

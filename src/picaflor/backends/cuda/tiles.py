@@ -22,6 +22,8 @@ SHORT_COLS = 2048
 """Rows up to here are asked for as a whole."""
 ROWS_ONE_BY_ONE = 32768
 """Up to so many rows of a matrix times rows of activations, each of the latter is a product of its own."""
+SHORT_GROUPS = 32
+"""Up to so many groups two are met at a time also in one plane: the start of a row counts."""
 ROWS_OF_FLOATS = 8
 CACHED_BYTES = 32 << 20
 """Up to so many rows meet a matrix of floats of up to so many bytes (a router) one by one, in small programs: what is
@@ -102,7 +104,7 @@ class ManyTile:
 
 def tile_of_many(count: int, groups: int, padded: int, planes: int, shared: int) -> ManyTile:
     """The tile for `count` rows of activations on a device whose programs may have `shared` bytes of shared memory."""
-    even = groups % 2 == 0 and planes == 2
+    even = groups % 2 == 0 and (planes == 2 or groups <= SHORT_GROUPS)
     wide = (ManyTile(64, 128, 2, 3),) if even else ()
     tiles = (
         *((*wide, ManyTile(64, 128, 1, 3)) if count > 64 and planes < 3 else ()),
