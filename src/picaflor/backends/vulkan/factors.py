@@ -263,7 +263,8 @@ def _float_product(factor: Factor, together: int) -> str:
     text += [f"var a{s} = 0.0; let x{s} = s[{s}] * p.{x}x_stride + p.{x}x_at;" for s in range(together)]
     text.append(f"for (var i = lane; i < p.{x}cols; i += 16u) {{")
     text.append(f"let w = {x}element(codes_at, scales_at, row, i);")
-    text += [f"a{s} = fm(w, {x}x[x{s} + i], a{s});" for s in range(together)]
+    times = "weighted" if factor.reader.format in ("f32", "bf16") else "fm"
+    text += [f"a{s} = {times}(w, {x}x[x{s} + i], a{s});" for s in range(together)]
     text.append("}")
     text += [f"part[{s * LANES}u + lid] = a{s};" for s in range(together)]
     text.append("workgroupBarrier();")

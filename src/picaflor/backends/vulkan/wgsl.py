@@ -27,7 +27,9 @@ FUSIONS: Final[Mapping[str, str]] = {
 _CORRECTED: Final = """
 fn div(a: f32, b: f32) -> f32 {
   let q = a / b;
-  let better = fm(fm(-q, b, a), 1.0 / b, q);
+  let scale = select(1.0, 5.421010862427522e-20, abs(b) > 1.8446744073709552e19);  // 2^-64: 1 / b stays a normal number
+  let c = b * scale;
+  let better = fm(fm(-q, c, a * scale), 1.0 / c, q);
   return select(q, better, finite(better) && finite(b));
 }
 fn root(x: f32) -> f32 {
@@ -66,6 +68,13 @@ fn exp_(x: f32) -> f32 {
 }
 fn sigmoid(z: f32) -> f32 { return div(1.0, 1.0 + exp_(0.0 - z)); }
 fn silu(z: f32) -> f32 { return div(z, 1.0 + exp_(0.0 - z)); }
+// fm(w, x, c), also where w is below the smallest normal number and a device would take it for zero
+fn weighted(w: f32, x: f32, c: f32) -> f32 {
+  let bits = bitcast<u32>(w);
+  if ((bits & 0x7f800000u) != 0u || (bits & 0x7fffffu) == 0u) { return fm(w, x, c); }
+  let m = f32(bits & 0x7fffffu) * 2.6469779601696886e-23;  // 2^-75; the other 2^-74 is in x
+  return fm(select(m, -m, bits >= 0x80000000u), x * 5.293955920339377e-23, c);
+}
 fn relu(z: f32) -> f32 {  // by its bits: a compiler may take a comparison for one that drops NaN
   return select(z, 0.0, bitcast<u32>(z) >= 0x80000000u && !unordered(z));
 }
