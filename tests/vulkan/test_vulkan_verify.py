@@ -22,7 +22,7 @@ def test_every_case_in_every_precision() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format_name", ["int4-grouped", "int3-g64"])
+@pytest.mark.parametrize("format_name", ["int4-grouped", "int3-g64", "mxfp4", "e8-iq3-lattice", "f32"])
 def test_planted_faults_are_seen(format_name: str) -> None:
     found = run_mutants(What("vulkan", formats=(format_name,), precisions=("standard",)), lambda text: None)
     assert found.wrong == []
