@@ -55,7 +55,7 @@ def type_of(name: str) -> str:
 def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> None:
     """Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
     names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: special.get(name, type_of(name)) for name in names} | dict.fromkeys(constants, "constexpr")
+    signature = {name: special.get(name) or type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
     even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")
     attributes = {
         (place,): [["tt.divisibility", 16]]

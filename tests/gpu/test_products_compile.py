@@ -1,4 +1,4 @@
-"""The product kernels compile ahead of time for NVIDIA and AMD devices that this machine need not have.
+"""The kernels compile ahead of time for NVIDIA and AMD devices that this machine need not have.
 
 Nothing is run: what is compiled for AMD is compiled, not run. Kernels are interpreted in this process, so they are
 compiled in one of their own.
@@ -18,13 +18,17 @@ pytest.importorskip("triton", reason="GPU kernels need triton")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("script", ["compile_products.py", "compile_rest.py"])
 @pytest.mark.parametrize("target", ["cuda:80:32", "cuda:90:32", "cuda:120:32", "hip:gfx942:64", "hip:gfx1201:32"])
-def test_kernels_compile(target: str) -> None:
-    """Every kernel of matmul, prepare and experts, in the variants that are launched."""
+def test_kernels_compile(target: str, script: str) -> None:
+    """Every kernel of matmul, prepare and experts, and every other one, in the variants that are launched."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_products.py")
     done = subprocess.run(
-        [sys.executable, str(script), target], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, str(Path(__file__).with_name(script)), target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[0]) >= 20
