@@ -19,6 +19,7 @@ from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.program import Faults
 from picaflor.backends.cpu.recorder import CpuRecorder
 from picaflor.backends.cpu.threads import default_threads
+from picaflor.backends.held import check_planes
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import UsageError
 from picaflor.formats import REGISTRY
@@ -86,10 +87,7 @@ class CpuBackend:
         """
         self.table.cell(self.name, "matmul", format_name)
         rows, cols = shape
-        expected = [plane.nbytes(rows, cols, group_size) for plane in REGISTRY[format_name].planes]
-        found = [plane.nbytes for plane in planes]
-        if found != expected or not all(plane.flags.c_contiguous for plane in planes):
-            raise ValueError(f"{name}: planes of {found} bytes, {format_name} {rows}x{cols} has {expected}, contiguous")
+        check_planes(name, format_name, shape, group_size, planes)
         addresses = [plane.ctypes.data for plane in planes] + [0]
         native = _native.Weight(
             FORMAT_NUMBERS[format_name],
@@ -97,9 +95,9 @@ class CpuBackend:
             cols,
             group=group_size,
             codes=addresses[0],
-            codes_bytes=found[0],
+            codes_bytes=planes[0].nbytes,
             scales=addresses[1],
-            scales_bytes=found[1] if len(found) > 1 else 0,
+            scales_bytes=planes[1].nbytes if len(planes) > 1 else 0,
         )
         return Weight(name, format_name, rows, cols, group_size, HeldMatrix(native, tuple(planes)))
 
