@@ -15,6 +15,7 @@ from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch
 from picaflor.errors import OutOfBudget, UnsupportedKernel
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
+from picaflor.store.store import ExpertStore
 from picaflor.telemetry.verdict import verdict
 
 GLM = "tiny_glm_int4g64"
@@ -102,6 +103,22 @@ def test_a_layer_that_happens_to_be_here_as_a_whole(expected: Any) -> None:
         found = [logits(engine, IDS, chunk=8), logits(engine, IDS[:2], chunk=2)]
     assert same_bits(found[0], expected)
     assert same_bits(found[1], expected[:2])
+
+
+def test_what_the_next_layer_will_want_is_told_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, list[int]]] = []
+    monkeypatch.setattr(ExpertStore, "reads_ahead", lambda self, layer: True)
+    monkeypatch.setattr(ExpertStore, "expect", lambda self, layer, experts: told.append((layer, experts.tolist())))
+    with opened(GLM, backend="cpu", expert_slots=1, mapped="off") as engine:
+        logits(engine, IDS[:2], chunk=1)
+    wanted, told[:] = list(told), []
+    with opened(GLM, backend="cuda", expert_slots=1) as engine:
+        backend: Any = engine.plan.backend
+        backend.tier.most_slots = 1  # none is kept, so nothing is left out
+        logits(engine, IDS[:2], chunk=1)
+    assert told == wanted
+    assert len(told) == 2
+    assert engine.plan.ledger.ahead_slots > 0
 
 
 def test_less_memory_while_running(expected: Any) -> None:

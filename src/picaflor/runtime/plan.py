@@ -705,7 +705,7 @@ def recorded(
 
 
 def ahead_slots(options: EngineOptions, *, on_device: bool) -> int:
-    """Slots for experts that are read before they are asked for; a device asks for them in its own way."""
+    """Slots for experts that are read before they are asked for; none for a device that does not tell what it will want."""
     return 0 if on_device or options.prefetch == "off" else AHEAD_SLOTS
 
 
@@ -736,10 +736,11 @@ def ledger_of(
         learned = policy_nbytes(options.policy, [LayerCache(layer, 0, files.count(layer)) for layer in layers])
         items.append(Item("cache policy", learned, "--policy"))
     wanted_slots = options.expert_slots
+    ahead = ahead_slots(options, on_device=backend.on_device and not getattr(backend, "tells_ahead", False))
     if wanted_slots is None and files is not None:
         total = sum(files.slot_nbytes(layer) * files.count(layer) for layer in layers)
         if backend.takes_experts(residents.nbytes, total):
-            wanted_slots = 1  # they pass through the host once
+            wanted_slots, ahead = 1, 0  # they pass through the host once
     return fit(
         memory_sources(
             options.ram_bytes,
@@ -752,7 +753,7 @@ def ledger_of(
         {layer: files.count(layer) for layer in layers} if files is not None else {},
         wanted_slots=wanted_slots,
         working_slots=WORKING_SLOTS,
-        ahead_slots=ahead_slots(options, on_device=backend.on_device),
+        ahead_slots=ahead,
     )
 
 

@@ -56,8 +56,13 @@ class EarlyRouter:
         spec = self._there.spec
         rows = np.multiply(x, self._ratio, dtype=np.float32)
         logits = _native.matmul(self._isa, self._there.weight, self._planes, rows, 0, spec.experts)
-        order = np.argsort(-_choice(logits, self._there.bias, spec), axis=1)[:, : math.ceil(LIKELY * spec.top_k)]
-        return np.array(list(dict.fromkeys(order.T.reshape(-1).tolist())), dtype=np.int32)
+        return likeliest(logits, self._there.bias, spec)
+
+
+def likeliest(logits: F32, bias: NDArray[np.float32] | None, spec: RouterSpec) -> I32:
+    """What of the choices of rows `[rows, experts]` is worth telling, each expert once, the likeliest first."""
+    order = np.argsort(-_choice(logits, bias, spec), axis=1)[:, : math.ceil(LIKELY * spec.top_k)]
+    return np.array(list(dict.fromkeys(order.T.reshape(-1).tolist())), dtype=np.int32)
 
 
 def _choice(logits: F32, bias: NDArray[np.float32] | None, spec: RouterSpec) -> NDArray[Any]:

@@ -91,6 +91,8 @@ class CudaBackend:
     """
 
     on_device = True
+    tells_ahead = True
+    """What the next layer will probably want is told to a provider that reads ahead."""
 
     def __init__(
         self,

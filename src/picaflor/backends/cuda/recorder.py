@@ -27,12 +27,13 @@ from picaflor.backends.api import (
 )
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.attention import Keys
+from picaflor.backends.cuda.early import EarlyRouter, RouterInputs
 from picaflor.backends.cuda.formats import Needs, needs
 from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
-from picaflor.backends.cuda.tier import ExpertTier
+from picaflor.backends.cuda.tier import ExpertTier, HeldLayer
 from picaflor.backends.cuda.weights import HeldMatrix
 from picaflor.backends.host import FINISH, Call, HostTwin
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
@@ -143,6 +144,10 @@ class CudaRecorder:
         self._rooms: dict[tuple[int, int, int, Needs], Prepared] = {}
         self._prepared: set[tuple[int, int, int, Needs]] = set()
         self._programs = 0
+        self._norms: dict[_Place, Vector] = {}
+        self._products: dict[_Place, tuple[_Place, Weight]] = {}
+        self._choices: dict[_Place, tuple[_Place, Vector | None, RouterSpec]] = {}
+        self._last: tuple[HeldLayer, RouterInputs] | None = None
         twin.fetch = self._page
 
     # ---- buffers ----
@@ -216,6 +221,7 @@ class CudaRecorder:
             rows.rmsnorm(v, weight.handle, o, rows=space.count, heads=heads, eps=eps)
 
         self._record("rmsnorm", "other", run, (x, weight, out), {"eps": eps, "heads": heads})
+        self._norms[_place(out)] = weight
 
     def layernorm(self, x: Rows, weight: Vector, bias: Vector, out: Rows, *, eps: float) -> None:
         """Mean-variance norm; out may be x."""
@@ -246,6 +252,7 @@ class CudaRecorder:
             matmul(given, held.device, o[: space.count], self._precision, prepared=made)
 
         self._record("matmul", "head" if self._outputs else "matmul", run, (x, weight, out))
+        self._products[_place(out)] = (_place(x), weight)
 
     def _prepared_rows(self, x: Rows, wanted: Needs) -> tuple[Prepared, bool]:
         """Where rows are prepared for matrices with these needs, and whether that is still to be done here."""
@@ -419,6 +426,7 @@ class CudaRecorder:
             choose.router(z, None if bias is None else bias.handle, i, w, rows=space.count, spec=spec)
 
         self._record("router", "router", run, (logits, bias, ids, weights), {"spec": spec})
+        self._choices[_place(ids)] = (_place(logits), bias, spec)
 
     def experts(
         self,
@@ -439,6 +447,7 @@ class CudaRecorder:
         for name in sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)}):
             self._select("expert_ffn", name, f"experts of layer {layer}")
         held = self._tier.add_layer(layer, layouts, hidden=x.width)
+        self._tell_early(held, self._router_inputs(x, ids))
         v, i, w, o = _view(x), _view(ids, "i32"), _view(weights), _view(out)
         kinds = {needs(m.format, m.group_size, self._precision) for e in layouts for m in (e.gate, e.up)}
         rooms = [(wanted, *self._prepared_rows(x, wanted)) for wanted in kinds if wanted is not None]
@@ -464,12 +473,30 @@ class CudaRecorder:
         self._twin.calls.append(Call(FINISH, (), {}))
         steps, self._steps, self._outputs = self._steps, [], False
         self._prepared.clear()
+        self._last = None
         number, self._programs = self._programs, self._programs + 1
         return CudaProgram(
             steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready, tier=self._tier
         )
 
     # ---- helpers ----
+
+    def _router_inputs(self, x: Rows, ids: Rows) -> RouterInputs | None:
+        """What chose `ids`, where it is the product of a matrix with the norm that made x; else None."""
+        chosen = self._choices.get(_place(ids))
+        product = self._products.get(chosen[0]) if chosen is not None else None
+        norm = self._norms.get(_place(x))
+        if chosen is None or product is None or norm is None or product[0] != _place(x):
+            return None
+        _, bias, spec = chosen
+        return RouterInputs(_matrix(product[1]), norm.handle, None if bias is None else bias.handle, spec)
+
+    def _tell_early(self, held: HeldLayer, inputs: RouterInputs | None) -> None:
+        """Let the call of experts before this one know what will probably be wanted here."""
+        if self._last is not None and inputs is not None:
+            before, there = self._last
+            before.early = EarlyRouter(there, inputs, layer=held.layer, precision=self._precision)
+        self._last = None if inputs is None else (held, inputs)
 
     def _record(
         self,
@@ -493,6 +520,13 @@ class CudaRecorder:
     ) -> None:
         for name, weights in ((op, format_name), *also):
             self._table.select(name, weights, self._backend, what=what)
+
+
+_Place = tuple[int, int, int]
+
+
+def _place(rows: Rows) -> _Place:
+    return id(rows.handle), rows.start, rows.width
 
 
 def _matrix(weight: Weight) -> HeldMatrix:

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, ExpertLayout, ExpertLease, ExpertProvider
+from picaflor.backends.api import I32, AheadProvider, ExpertLayout, ExpertLease, ExpertProvider
+from picaflor.backends.cpu.early import MOST_ROWS
+from picaflor.backends.cuda.early import EarlyRouter
 from picaflor.backends.cuda.experts import ExpertTable, TableMaker, combine, counters, expert_ffn
 from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.rows import Tensor
@@ -55,6 +57,7 @@ class HeldLayer:
     slots: dict[int, Slot] = field(default_factory=dict)
     heat: NDArray[np.float64] = field(init=False)
     first: int = 0
+    early: EarlyRouter | None = None
     table: ExpertTable | None = None
 
     def __post_init__(self) -> None:
@@ -285,12 +288,27 @@ class ExpertTier:
         part = _Part(held, x, ids, weights, out, prepared)
         if len(missing):
             with provider.acquire(held.layer, missing) as lease:
+                self._expect(part, provider)
                 for number, address in _each(lease):
                     self._bring(part, here, number, address)
             self._settle()
         self._compute(part, here)
+        if not len(missing):
+            self._expect(part, provider)
         if part.pairs is not None:
             combine(part.pairs, weights, out)
+
+    def _expect(self, part: _Part, provider: ExpertProvider) -> None:
+        """Tell a provider that reads ahead what the next call will probably want and the device does not have."""
+        early = part.held.early
+        if early is None or part.x.shape[0] > MOST_ROWS or not isinstance(provider, AheadProvider):
+            return
+        if not provider.reads_ahead(early.layer):
+            return
+        there = self._layers[early.layer].slots
+        told = [number for number in early.choose(part.x).tolist() if number not in there]
+        if told:
+            provider.expect(early.layer, np.array(told, np.int32))
 
     def _bring(self, part: _Part, here: dict[int, Slot], number: int, address: int) -> None:
         """Send an expert to a slot and put that into `here`; where there is none left, those are computed first."""
