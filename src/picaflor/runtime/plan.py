@@ -705,7 +705,7 @@ def recorded(
 
 
 def ahead_slots(options: EngineOptions, *, on_device: bool) -> int:
-    """Slots for experts that are read before they are asked for; none for a device that does not tell what it will want."""
+    """Slots for experts that are read ahead; none for a device that does not tell what it will want."""
     return 0 if on_device or options.prefetch == "off" else AHEAD_SLOTS
 
 

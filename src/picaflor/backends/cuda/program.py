@@ -183,20 +183,15 @@ class Batches:
         tables = batch.pages[: int(batch.sequences.max(initial=-1)) + 1, : self.pages]
         if tables.shape[0] > self.max_rows:
             raise ValueError(f"rows of {tables.shape[0]} sequences, at most {self.max_rows} fit")
-        for sequence, position in _furthest(batch):
-            used = tables[sequence, : position // self.page_tokens + 1]
-            _inside(used, self.pages, f"page {{}} of sequence {sequence}, there are {{}} pages")
-        for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
-            self.touched.add(int(tables[sequence, position // self.page_tokens]))
+        last = np.full(tables.shape[0], -1, np.int32)
+        np.maximum.at(last, batch.sequences, batch.positions // self.page_tokens)
+        used = np.arange(tables.shape[1]) <= last[:, None]
+        wrong = used & ((tables < 0) | (tables >= self.pages))
+        if wrong.any():
+            sequence, place = np.argwhere(wrong)[0].tolist()
+            raise ValueError(f"page {tables[sequence, place]} of sequence {sequence}, there are {self.pages} pages")
+        self.touched.update(tables[batch.sequences, batch.positions // self.page_tokens].tolist())
         return rows, outputs, tables
-
-
-def _furthest(batch: Batch) -> list[tuple[int, int]]:
-    """(sequence, last position) of the sequences that have rows."""
-    last: dict[int, int] = {}
-    for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
-        last[sequence] = max(position, last.get(sequence, 0))
-    return list(last.items())
 
 
 def _inside(values: NDArray[np.int32], limit: int, text: str) -> None:
