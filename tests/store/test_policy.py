@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 
 import pytest
 from hypothesis import given
@@ -212,6 +211,45 @@ def test_contest_needs_a_margin() -> None:
     assert contest.in_force == 1
 
 
+@pytest.mark.parametrize(
+    ("layers", "observed", "working"),
+    [(1, [0], 8), (3, [0, 1, 2], 8), (7, [1, 3, 5], 3), (10, [1, 5, 8], 2), (16, [2, 6, 10, 14], 2), (75, 18, 2)],
+)
+def test_contest_observes_some_layers(layers: int, observed: list[int] | int, working: int) -> None:
+    contest = Contest()
+    assert [contest.join(["a", "b"]) for _ in range(layers)] == list(range(layers))
+    found = sorted(contest.observed)
+    assert found == observed if isinstance(observed, list) else len(found) == observed
+    assert max(found) < layers
+    assert contest.working_slots(8) == working
+    assert contest.working_slots(1) == 1
+    assert contest.working_slots(0) == 0
+    assert contest.working_slots(None) is None
+
+
+def test_a_layer_without_shadows_follows_and_learns() -> None:
+    """Seven layers: the winner in the observed ones decides in all, and knows the requests that it was not told of."""
+    factory = policies("auto", start="lru")
+    assert isinstance(factory, AutoPolicies)
+    made = [factory(LayerCache(layer, 3, 8)) for layer in range(7)]
+    held: list[set[int]] = [set() for _ in made]
+    step = 0
+    while factory.contest.in_force == 1:
+        for policy, mine in zip(made, held, strict=True):
+            serve(policy, mine, 3, 3 + step % 5)
+            serve(policy, mine, 3, (0, 1, 2)[step % 3])
+        step += 1
+        assert step < 500
+    assert {policy.in_force for policy in made} == {made[1].in_force} != {"lru"}
+    for policy, mine in zip(made, held, strict=True):
+        serve(policy, mine, 3, 0)
+    winner = factory.contest.in_force
+    assert [bool(policy._shadows) for policy in made] == [False, True, False, True, False, True, False]
+    assert made[0]._rankings[winner].scores == pytest.approx(made[1]._rankings[winner].scores, rel=0.05)
+    assert made[0]._told[winner] == made[0]._requests
+    assert made[0]._told[0 if winner else 2] == 0
+
+
 def test_auto_drops_nothing_when_it_switches() -> None:
     """A stable set that a long history knows, visited between scans: pins win, and what is held stays held."""
     history = {0: [100, 90, 80, 0, 0, 0, 0, 0]}
@@ -259,7 +297,7 @@ def test_shadows_pause_and_are_woken() -> None:
     assert policy.in_force == "heat 256"
     waited = remembered = 0
     while not watching():  # what was hot is over: other experts, each asked for over a while
-        remembered = len(policy._paused)
+        remembered = policy._requests - policy._told[0]
         serve(policy, held, 4, *(4 + (waited // 3 + k) % 20 for k in range(3)))
         waited += 1
     assert 2 < waited < SOON
@@ -267,7 +305,7 @@ def test_shadows_pause_and_are_woken() -> None:
     assert contest.switches == 0
     for step in range(WARM + 200):
         serve(policy, held, 4, *(4 + (step // 3 + k) % 20 for k in range(3)))
-    assert policy._paused == deque()
+    assert policy._told == [policy._requests] * 4
     assert policy.in_force in ("lru", "forecast", "heat 16")
 
 

@@ -158,6 +158,16 @@ def test_auto_is_never_below_lru(slots: int) -> None:
             assert auto.hits >= 0.99 * lru.hits - chance, (name, options)
 
 
+@pytest.mark.parametrize("slots", [3, 6])
+def test_auto_is_never_below_lru_where_not_all_layers_are_observed(slots: int) -> None:
+    """Eight layers, three of them observed, with routes of other kinds in the others too."""
+    cases = _adversarial()
+    for kinds in (("scan", "topics, 8 tokens each"), ("topics, 40 tokens each",), ("one topic", "scan")):
+        chosen = np.concatenate([cases[kinds[at % len(kinds)]] for at in range(4)], axis=1)
+        lru, auto = (replay(routes_of(chosen), slots=slots, policy=name) for name in ("lru", "auto"))
+        assert auto.hits >= 0.99 * lru.hits, kinds
+
+
 def test_auto_is_not_below_lru_where_routes_change_during_a_pause() -> None:
     """4000 tokens of one kind, so that shadows pause, then of another."""
     cases = _adversarial()

@@ -115,7 +115,7 @@ class Forecast:
                 table[first + expert] += unit
         rows = [heat] if prompt else [*now, heat]
         weights = np.array([self._parts[row] / units[row] for row in rows], dtype=np.float32)
-        self.scores = (weights @ self._table[rows]).tolist()
+        self.scores = weights.dot(self._table.take(rows, axis=0)).tolist()
         self._before = [] if prompt else now
 
 
