@@ -15,7 +15,8 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,35 @@ def check_large(path: Path, backend: str, *, steps: int) -> Found:
     return {**found, "differ": _differ(rows, wanted), "of": int(wanted.size)}
 
 
+@contextmanager
+def _host_seconds() -> Iterator[dict[str, float]]:
+    """Seconds that the host spends in the parts of a call of experts that are not all on the device."""
+    from picaflor.backends.cuda import early, experts, staging, tier
+
+    spent: dict[str, float] = {}
+    parts = ((staging.Staging, "send"), (experts.TableMaker, "make"), (early.EarlyRouter, "choose"),
+             (tier, "expert_ffn"), (tier.ExpertTier, "compute"))  # fmt: skip
+    real = [(owner, name, getattr(owner, name)) for owner, name in parts]
+
+    def timed(name: str, call: Any) -> Any:
+        def run(*arguments: Any, **words: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return call(*arguments, **words)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.perf_counter() - started
+
+        return run
+
+    for owner, name, call in real:
+        setattr(owner, name, timed(name, call))
+    try:
+        yield spent
+    finally:
+        for owner, name, call in real:
+            setattr(owner, name, call)
+
+
 def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
     """A part of the experts on the device, as many in RAM, the rest on disk, beside the CPU with the same RAM."""
     from picaflor.telemetry.report import rows as report_rows
@@ -282,13 +312,15 @@ def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
                 tier.tier.most_slots = slots * layers
             logits.append(engine.replay_logits(prompt, tokens[: steps // 4 + 1], exact=True))
             engine.decode_replay(prompt, tokens[:steps])
-            times = engine.decode_replay(prompt, tokens[steps:])
+            with _host_seconds() if name != "cpu" else nullcontext({}) as spent:
+                times = engine.decode_replay(prompt, tokens[steps:])
             engine.measure_memory_limit()
             record = engine.record()
         found[label] = {
             "tokens_per_s": round(1 / statistics.median(times), 2),
             "slots_per_layer": record.memory.expert_slots,
             "experts_on_device": record.memory.device_experts,
+            "host_ms_per_token": {part: round(1e3 * s / steps, 2) for part, s in spent.items()},
             "report": dict(report_rows(record)),
         }
     differ = sum(_differ(logits[1], other) for other in (logits[0], logits[2]))
