@@ -213,7 +213,7 @@ def test_contest_needs_a_margin() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "observed", "working"),
-    [(1, [0], 8), (3, [0, 1, 2], 8), (7, [1, 3, 5], 3), (10, [1, 5, 8], 2), (16, [2, 6, 10, 14], 2), (75, 18, 2)],
+    [(1, [0], 8), (3, [0, 1, 2], 8), (7, [1, 3, 5], 4), (10, [1, 5, 8], 3), (16, [2, 6, 10, 14], 2), (75, 18, 2)],
 )
 def test_contest_observes_some_layers(layers: int, observed: list[int] | int, working: int) -> None:
     contest = Contest()

@@ -12,6 +12,7 @@ watched. A ranking that no shadow needs learns what it missed when it comes into
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -88,8 +89,9 @@ class Contest:
         return self._joined - 1
 
     def working_slots(self, shared: int | None) -> int | None:
-        """The observed layers' share of the working set's slots."""
-        return shared and max(1, round(shared * self._layers / self._joined))
+        """The observed layers' share of the working set's slots, rounded up: where the last token's experts just
+        stay in it, a slot less would make another policy the best."""
+        return shared and math.ceil(shared * self._layers / self._joined)
 
     def asked(self, part: float) -> None:
         """A request in an observed layer, of which the real cache had this part: shadows wake or pause."""
