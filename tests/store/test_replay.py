@@ -149,13 +149,42 @@ def _adversarial() -> dict[str, NDArray[Any]]:
 @pytest.mark.parametrize("slots", [3, 6, 12])
 def test_auto_is_never_below_lru(slots: int) -> None:
     for name, chosen in _adversarial().items():
+        if name == "uniform":
+            continue  # chance: the next test has several seeds of it
         routes = routes_of(chosen)
         history = {layer: counts[::-1] for layer, counts in routes.counts().items()}
         for options in ({}, {"history": history}):
             lru = replay(routes, slots=slots, policy="lru", **options)
             auto = replay(routes, slots=slots, policy="auto", **options)
-            chance = 2 * lru.hits**0.5 if name == "uniform" else 0  # all policies are equal there
-            assert auto.hits >= 0.99 * lru.hits - chance, (name, options)
+            assert auto.hits >= 0.99 * lru.hits, (name, options)
+
+
+def _uniform(seed: int, tokens: int) -> Routes:
+    scores = np.random.default_rng(seed).random((tokens, 2, EXPERTS))
+    return routes_of(np.argsort(scores, axis=2)[..., :4])
+
+
+def _against_lru(routes: Routes, slots: int, **options: Any) -> float:
+    lru, auto = (replay(routes, slots=slots, policy=name, **options).hits for name in ("lru", "auto"))
+    return auto / lru
+
+
+@pytest.mark.parametrize("slots", [3, 6, 12])
+def test_auto_is_never_below_lru_on_uniform_routes(slots: int) -> None:
+    """Nothing can be known of the next expert: a run of 1000 tokens scatters by some percent, so the mean of five."""
+    for misled in (False, True):
+        ratios = []
+        for seed in range(5):
+            routes = _uniform(seed, 1000)
+            history = {layer: counts[::-1] for layer, counts in routes.counts().items()} if misled else None
+            ratios.append(_against_lru(routes, slots, history=history))
+        assert float(np.mean(ratios)) >= 0.99, (misled, ratios)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auto_is_never_below_lru_on_long_uniform_routes(seed: int) -> None:
+    """4000 tokens, and fewer slots than a request has experts, where there is least to gain: each run by itself."""
+    assert _against_lru(_uniform(seed, 4000), 3) >= 0.99
 
 
 @pytest.mark.parametrize("slots", [3, 6])
@@ -270,6 +299,21 @@ def test_hostile_routes(tmp_path: Path, change: Callable[[bytes], bytes], messag
         Routes.read(path)
 
 
+@pytest.mark.parametrize("start", [b"{}", b"PFROUTEX" + bytes(20), bytes(9)])
+def test_routes_go_over_no_other_file(tmp_path: Path, start: bytes) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(start)
+    with pytest.raises(WriteFailed, match="a: routes cannot be written there: it holds something else"):
+        RoutesWriter(path, "m", 1, (RoutedLayer(0, (1,)),))
+    assert path.read_bytes() == start
+    for earlier in (b"", b"PFR", b"PFROUTES" + bytes(5000)):  # nothing, cut off, longer than the new ones
+        path.write_bytes(earlier)
+        with RoutesWriter(path, "m", 1, (RoutedLayer(0, (1,)),)) as writer:
+            writer.add(0, [0])
+        found = Routes.read(path)
+        assert (len(found), found.cut) == (1, False)
+
+
 def test_routes_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(WriteFailed, match="routes cannot be written there: No such file or directory"):
         RoutesWriter(tmp_path / "none" / "a", "m", 1, (RoutedLayer(0, (1,)),))
@@ -278,7 +322,11 @@ def test_routes_that_cannot_be_written(tmp_path: Path) -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("this system has no /dev/full")
-    with RoutesWriter(full, "m", 1, (RoutedLayer(0, (1,)),)) as writer:
+    with pytest.raises(WriteFailed, match="written there: it is a device; a regular file was expected"):
+        RoutesWriter(full, "m", 1, (RoutedLayer(0, (1,)),))
+    with RoutesWriter(tmp_path / "a", "m", 1, (RoutedLayer(0, (1,)),)) as writer, full.open("wb") as target:
+        writer._file.close()
+        writer._file = target
         for _ in range(40000):
             writer.add(0, [0])
     assert writer.failure is not None

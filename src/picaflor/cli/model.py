@@ -141,7 +141,7 @@ def tuned_entries(settings: Settings) -> dict[str, Any]:
         return {}
     from picaflor.runtime.machine import StateFile
 
-    return StateFile(path, warn=Progress().warn).read()
+    return StateFile(path, warn=Progress().warn, named=settings.tuned_file is not None).read()
 
 
 def split_folders(settings: Settings) -> tuple[Path, ...]:

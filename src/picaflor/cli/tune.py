@@ -49,6 +49,12 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
         raise PicaflorError("no folder for state: set XDG_STATE_HOME or HOME, or give --tuned-file")
     if where.is_dir():
         raise UsageError(f"--tuned-file {where}: is a directory; give a file")
+    said: list[str] = []
+    state = StateFile(where, warn=said.append, named=settings.tuned_file is not None)
+    if settings.tuned_file is not None:
+        if not where.absolute().parent.is_dir():
+            raise UsageError(f"--tuned-file {where}: its directory does not exist")
+        state.read()  # refused before anything is measured
     base = engine_options(replace(settings, tuned=False))  # the file is to be written: it need not be there
     with _open(path, base) as engine:
         key = key_of(engine.plan.model, engine.plan.index)
@@ -72,8 +78,7 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
     found = search(wanted, measure, applies=applies, progress=lambda done, total: line("comparing", done, total))
     line.clear()
     entry = _entry(name, found)
-    said: list[str] = []
-    kept = StateFile(where, warn=said.append).put(key, entry)
+    kept = state.put(key, entry)
     if settings.json:
         file = str(where) if kept else None
         print(json.dumps({"kind": "tune", "model": name, "file": file, "key": key, **entry}))

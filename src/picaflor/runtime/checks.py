@@ -5,6 +5,8 @@ Knows configs and options; must not know programs, memory or how a line reaches 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picaflor.container.index import Container
@@ -16,12 +18,14 @@ from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex
 from picaflor.runtime.tokenizer import eos_ids
 from picaflor.sizes import format_bytes
+from picaflor.store.routes import check_target
 
 if TYPE_CHECKING:
     from picaflor.runtime.plan import EngineOptions
 
 LATENT = "latent"
 GENERATION = "generation_config.json"
+MODEL_SUFFIXES = (".safetensors", ".json", ".jinja")
 
 
 def check_end_tokens(container: Container, model: Model) -> None:
@@ -35,15 +39,32 @@ def check_latents(options: EngineOptions, model: Model) -> None:
         raise UsageError(f"--latent-norm-eps: {model.family} has no latents; leave it out")
 
 
-def check_routes_file(options: EngineOptions) -> None:
-    """Raises WriteFailed where routes cannot be recorded, before a weight is read."""
-    path = options.record_routes
-    if path is None:
-        return
+def check_files(path: Path, options: EngineOptions) -> None:
+    """The files that a run of the model in folder `path` writes, before anything is opened. Raises WriteFailed."""
+    folders = (path, *options.split, *options.mirrors)
+    if options.record_routes is not None:
+        _check_routes_file(options.record_routes, folders)
+    if options.usage is not None and not options.usage.absolute().parent.is_dir():
+        raise WriteFailed(f"{show_path(options.usage)}: no usage can be kept there: its directory does not exist")
+    if _same(options.usage, options.record_routes):
+        raise UsageError(f"{show_path(str(options.usage))}: given for --usage and --record-routes: give two files")
+
+
+def _same(one: Path | None, other: Path | None) -> bool:
+    return one is not None and other is not None and one.resolve() == other.resolve()
+
+
+def _check_routes_file(path: Path, folders: Sequence[Path]) -> None:
     if path.is_dir():
         raise WriteFailed(f"{show_path(path)}: routes cannot be written there: it is a directory")
     if not path.absolute().parent.is_dir():
         raise WriteFailed(f"{show_path(path)}: routes cannot be written there: its directory does not exist")
+    where = path.resolve()
+    if where.suffix in MODEL_SUFFIXES and where.parent in [folder.resolve() for folder in folders]:
+        raise WriteFailed(
+            f"{show_path(path)}: routes cannot be written there: the model has its own files there, named so"
+        )
+    check_target(path)
 
 
 def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, notices: Notices) -> None:

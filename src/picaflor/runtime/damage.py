@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from picaflor.container.plain_file import read_plain
 from picaflor.errors import UsageError
 from picaflor.formats.base import F32
 
+MOST_RECORD_BYTES = 4 << 20
 FIGURES = ("mean_kl", "same_top", "dropped", "tokens")
 
 
@@ -53,9 +55,10 @@ def compare(exact: F32, lossy: F32, *, dropped: float) -> Damage:
 
 def read_record(path: Path, *, model: str, modes: Sequence[str]) -> dict[str, Any]:
     """The quality figures of a `bench decode --json` record of the same model and modes. Raises UsageError."""
+    data = read_plain(path, most_bytes=MOST_RECORD_BYTES, error=UsageError, what="--quality-record ")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        record = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--quality-record {path}: no JSON record: {error}") from None
     found = record.get("quality") if isinstance(record, dict) else None
     if not isinstance(found, dict) or not all(isinstance(found.get(name), int | float) for name in FIGURES):

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import I32
+from picaflor.container.plain_file import open_plain
 from picaflor.errors import PicaflorError, UsageError
 from picaflor.formats.base import F32
 
@@ -206,7 +207,7 @@ def read_chunks(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     place = 0
     try:
-        with path.open("rb") as file:
+        with open_plain(path, most_bytes=None, error=UsageError) as file:
             while data := file.read(_READ_BYTES):
                 kept = len(decoder.getstate()[0])
                 text = decoder.decode(data)
@@ -216,8 +217,6 @@ def read_chunks(path: Path) -> Iterator[str]:
             yield decoder.decode(b"", True)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: byte {place - kept + error.start} is not UTF-8; give UTF-8 text") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def text_bytes(path: Path) -> int:

@@ -1,7 +1,7 @@
 """What was measured on this machine, kept between runs: rates for `plan`, tuned options for `run`.
 
 Knows files of state and fingerprints; must not measure. A file that cannot be read counts as empty and one that cannot
-be written is a warning: neither ever stops a run.
+be written is a warning: neither ever stops a run. A file that the user named is an error, and is not written over.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from picaflor.container.plain_file import read_plain
 from picaflor.container.strict_json import show_path
-from picaflor.errors import WriteFailed
+from picaflor.errors import BadStateFile, WriteFailed
 from picaflor.models.base import Model
 from picaflor.models.loading import ModelIndex
 
@@ -61,10 +62,14 @@ def _lines(path: Path) -> list[str]:
 
 
 class StateFile:
-    """A small JSON file of entries by name; `path` None: nothing is known and nothing is kept."""
+    """A small JSON file of entries by name; `path` None: nothing is known and nothing is kept.
 
-    def __init__(self, path: Path | None, *, warn: Callable[[str], None]) -> None:
+    `named`: the user named the file; one that is of no use is BadStateFile then, in `read` as in `put`.
+    """
+
+    def __init__(self, path: Path | None, *, warn: Callable[[str], None], named: bool = False) -> None:
         self._path = path
+        self._named = named
         self._warn = warn
 
     def read(self) -> dict[str, Any]:
@@ -72,19 +77,12 @@ class StateFile:
         if self._path is None:
             return {}
         try:
-            data = self._path.read_bytes()[: MOST_BYTES + 1]
-            value = json.loads(data) if len(data) <= MOST_BYTES else None
-        except FileNotFoundError:
+            return _entries(self._path)
+        except BadStateFile as error:
+            if self._named:
+                raise
+            self._warn(f"{error}; it is ignored")
             return {}
-        except (OSError, ValueError, RecursionError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            self._warn(f"{show_path(self._path)}: ignored: {reason}")
-            return {}
-        entries = value.get("entries") if isinstance(value, dict) and value.get("version") == VERSION else None
-        if not isinstance(entries, dict):
-            self._warn(f"{show_path(self._path)}: ignored: no state file of version {VERSION}")
-            return {}
-        return entries
 
     def get(self, name: str) -> Mapping[str, Any] | None:
         """One entry."""
@@ -102,6 +100,21 @@ class StateFile:
             self._warn(str(error))
             return False
         return True
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """None where nothing has that name. Raises BadStateFile for what is no file of state."""
+    if not os.path.lexists(path):
+        return {}
+    data = read_plain(path, most_bytes=MOST_BYTES, error=BadStateFile)
+    try:
+        value = json.loads(data) if data else {"version": VERSION, "entries": {}}
+    except (ValueError, RecursionError) as error:
+        raise BadStateFile(f"{show_path(path)}: no state file of version {VERSION}: {error}") from None
+    entries = value.get("entries") if isinstance(value, dict) and value.get("version") == VERSION else None
+    if not isinstance(entries, dict):
+        raise BadStateFile(f"{show_path(path)}: no state file of version {VERSION}")
+    return entries
 
 
 def write_json(path: Path, value: object) -> None:

@@ -408,7 +408,7 @@ def _padded(nbytes: int) -> int:
 
 def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Callable[[str], None]) -> Plan:
     """Open, check, plan and load a model. Raises what errors.py names; nothing stays open then."""
-    checks.check_routes_file(options)
+    checks.check_files(path, options)
     container = Container.open(path, extra_dirs=options.split)
     store: ExpertStore | MappedStore | None = None
     try:
@@ -734,7 +734,7 @@ def ledger_of(
     layers = files.layers if files is not None else ()
     if files is not None:
         learned = policy_nbytes(options.policy, [LayerCache(layer, 0, files.count(layer)) for layer in layers])
-        items.append(Item("cache policy", learned, "--policy"))
+        items.append(Item("cache policy", learned))
     wanted_slots = options.expert_slots
     ahead = ahead_slots(options, on_device=backend.on_device and not getattr(backend, "tells_ahead", False))
     if wanted_slots is None and files is not None:

@@ -167,9 +167,13 @@ def applied(options: Any, model: Model, index: ModelIndex, notices: Notices) -> 
     """
     if not options.tuned:
         return options, ""
-    entry = options.tuned.get(key_of(model, index))
-    values = entry.get("options") if isinstance(entry, Mapping) else None
-    if not isinstance(values, Mapping):
+    key = key_of(model, index)
+    if key not in options.tuned:
+        return options, ""
+    entry = options.tuned[key]
+    values = entry.get("options") if isinstance(entry, Mapping) else entry
+    if not isinstance(entry, Mapping) or not isinstance(values, Mapping):
+        notices.tell(f"tuned options: entry {key}: {values!r:.40} are no options that tune writes: left out")
         return options, ""
     taken: dict[str, int | str] = {}
     for name, value in values.items():
@@ -194,7 +198,8 @@ def device_gain(options: Any, model: Model, index: ModelIndex) -> tuple[str, flo
     Of two comparisons the smaller one counts.
     """
     entry = options.tuned.get(key_of(model, index)) if options.tuned else None
-    for step in entry.get("steps", ()) if isinstance(entry, Mapping) else ():
+    steps = entry.get("steps") if isinstance(entry, Mapping) else None
+    for step in steps if isinstance(steps, list | tuple) else ():
         if isinstance(step, Mapping) and step.get("option") == "backend" and step.get("value") in DEVICES:
             gains = step.get("gains")
             if isinstance(gains, Sequence) and gains and all(isinstance(gain, int | float) for gain in gains):

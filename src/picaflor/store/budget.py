@@ -273,7 +273,12 @@ def _refusal(ledger: Ledger, limit: Source) -> str:
     """One line: each item, the sum, the limit, the options that would help."""
     parts = " + ".join(f"{item.name} {format_bytes(item.nbytes)}" for item in ledger.items if item.nbytes)
     needed = -(-ledger.total_bytes // (1 << 20))
-    lower = [f"lower {item.flag} ({item.name})" for item in ledger.items if item.flag and item.nbytes]
+    words = {"--prefetch": "give --prefetch off"}  # the other flags are sizes
+    lower = [
+        f"{words.get(item.flag, f'lower {item.flag}')} ({item.name})"
+        for item in ledger.items
+        if item.flag and item.nbytes
+    ]
     if limit.name == "--ram":
         remedy = [f"give --ram {needed}MiB or more", *lower]
     else:

@@ -87,6 +87,11 @@ def open_replica(container: ShardFiles, path: Path) -> Replica:
     if not found:
         some = ", ".join(show_path(shard.path.name) for shard in container.shards[:3])
         raise BadContainer(f"mirror {show_path(path)}: has none of the model's {len(container.shards)} shards ({some})")
+    for shard in found:
+        if (path / shard.path.name).samefile(shard.path):
+            raise BadContainer(
+                f"mirror {show_path(path)}: {show_path(shard.path.name)} is the model's own file; give a copy of it"
+            )
     files = FileSet([path / shard.path.name for shard in found])
     places = {shard.index: place for place, shard in enumerate(found)}
     shards = tuple(Shard(shard.index, path / shard.path.name, shard.nbytes, {}) for shard in container.shards)

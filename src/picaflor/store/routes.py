@@ -11,16 +11,18 @@ experts, their ids as uint16 each. A last record that was cut off (the process w
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from picaflor.container.plain_file import OPEN_FLAGS, kind_fault, open_plain, read_plain
 from picaflor.container.strict_json import parse_object, show, show_path
 from picaflor.errors import BadContainer, BadStateFile, WriteFailed
 
@@ -31,6 +33,8 @@ MOST_FILE_BYTES = 4 << 30
 MOST_IDS = 0xFFFF
 _HEAD = struct.Struct("<8sII")
 _FLUSH_BYTES = 1 << 16
+_NOT_THERE = "routes cannot be written there"
+_NO_ROUTES = f"is no file of routes: expected it to start with {MAGIC.decode()}"
 
 U16 = NDArray[np.uint16]
 
@@ -93,16 +97,15 @@ class Routes:
     @classmethod
     def read(cls, path: Path) -> Routes:
         """The routes of a file. Raises BadStateFile for anything that is no such file."""
+        with open_plain(path, most_bytes=MOST_FILE_BYTES, error=BadStateFile) as file:
+            start = file.read(len(MAGIC))
+        if start != MAGIC:  # before the rest is read
+            raise BadStateFile(f"{show_path(path)}: {_NO_ROUTES}")
+        data = read_plain(path, most_bytes=MOST_FILE_BYTES, error=BadStateFile)
         try:
-            if path.stat().st_size > MOST_FILE_BYTES:
-                raise BadStateFile(f"{show_path(path)}: more than {MOST_FILE_BYTES} bytes of routes")
-            data = path.read_bytes()
-        except OSError as error:
-            raise BadStateFile(f"{show_path(path)}: cannot be read: {error.strerror}") from None
-        try:
-            header, start = _split(data)
+            header, at = _split(data)
             layers = _layers(header)
-            places, starts, ids, cut = _records(np.frombuffer(data, np.uint8, offset=start), layers)
+            places, starts, ids, cut = _records(np.frombuffer(data, np.uint8, offset=at), layers)
         except (BadContainer, ValueError) as error:
             raise BadStateFile(f"{show_path(path)}: {error}") from None
         return cls(str(header["model"]), header["experts_per_token"], layers, places, starts, ids, cut)
@@ -128,7 +131,7 @@ class Routes:
 def _split(data: bytes) -> tuple[Mapping[str, Any], int]:
     """The header and where the records start. Raises BadContainer, ValueError."""
     if len(data) < _HEAD.size or data[:8] != MAGIC:
-        raise ValueError(f"is no file of routes: expected it to start with {MAGIC.decode()}")
+        raise ValueError(_NO_ROUTES)
     _, version, length = _HEAD.unpack_from(data)
     if version != VERSION:
         raise ValueError(f"routes of version {version}; known is {VERSION}")
@@ -199,6 +202,45 @@ def _records(data: NDArray[np.uint8], layers: Sequence[RoutedLayer]) -> tuple[U1
     return np.array(places, dtype=np.uint16), starts, ids_found, 2 * at != len(data)
 
 
+def check_target(path: Path) -> None:
+    """Raises WriteFailed where routes must not go: over a file that holds anything else, or over no regular file."""
+    try:
+        fault = kind_fault(path.stat().st_mode)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise WriteFailed(f"{show_path(path)}: {_NOT_THERE}: {error.strerror}") from None
+    if fault:
+        raise WriteFailed(f"{show_path(path)}: {_NOT_THERE}: it {fault}")
+    with open_plain(path, most_bytes=None, error=WriteFailed) as file:
+        _check_start(path, file.read(len(MAGIC)))
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    """Empty, or the beginning of routes, also of a recording that was cut off there. Raises WriteFailed."""
+    if not MAGIC.startswith(start):
+        raise WriteFailed(
+            f"{show_path(path)}: {_NOT_THERE}: it holds something else (it starts with {start!r}); give "
+            "another name or remove it"
+        )
+
+
+def _open_to_record(path: Path) -> BinaryIO:
+    """The file, emptied only after a look at what the open file holds. Raises OSError, WriteFailed."""
+    check_target(path)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666), "r+b")
+    try:
+        if fault := kind_fault(os.fstat(file.fileno()).st_mode):
+            raise WriteFailed(f"{show_path(path)}: {_NOT_THERE}: it {fault}")
+        _check_start(path, file.read(len(MAGIC)))
+        file.seek(0)
+        file.truncate()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 class RoutesWriter:
     """Appends requests to a file as they come. A disk that fails ends the recording, not the run: see `failure`."""
 
@@ -215,10 +257,10 @@ class RoutesWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         self._waiting: list[int] = []
         try:
-            self._file = path.open("wb")
+            self._file = _open_to_record(path)
             self._file.write(_HEAD.pack(MAGIC, VERSION, len(text)) + text)
         except OSError as error:
-            raise WriteFailed(f"{show_path(path)}: routes cannot be written there: {error.strerror}") from None
+            raise WriteFailed(f"{show_path(path)}: {_NOT_THERE}: {error.strerror}") from None
 
     def add(self, layer: int, ids: Sequence[int]) -> None:
         """One request."""
