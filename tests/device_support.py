@@ -43,18 +43,24 @@ def logits(engine: Engine, ids: Any, *, chunk: int = 64) -> F32:
     return np.concatenate(rows)
 
 
-def greedy(engine: Engine, ids: Any, count: int) -> tuple[list[int], float]:
-    """The likeliest tokens behind a prompt, one by one, and the smallest gap to the second likeliest, in logits."""
-    sequence, tokens, gap = Sequence(), [], np.inf
+def greedy(engine: Engine, ids: Any, count: int) -> tuple[list[int], list[float]]:
+    """The likeliest tokens behind a prompt, one by one, and the gap of each to the second likeliest, in logits."""
+    sequence, tokens, gaps = Sequence(), [], []
     given = np.array(ids, np.int32)
     for _ in range(count):
         row = engine.runner.step([Work(sequence, given, "last")])[-1]
         second, first = np.partition(row, -2)[-2:]
-        gap = min(gap, float(first - second))
+        gaps.append(float(first - second))
         tokens.append(int(np.argmax(row)))
         given = np.array(tokens[-1:], np.int32)
     engine.plan.pool.release(sequence)
-    return tokens, gap
+    return tokens, gaps
+
+
+def gap_where_they_part(found: list[int], expected: list[int], gaps: list[float]) -> float:
+    """The gap of `expected` at the first token that differs; 0 where all are equal. A near-tie has a small one."""
+    assert len(found) == len(expected) == len(gaps)
+    return next((gap for a, b, gap in zip(found, expected, gaps, strict=True) if a != b), 0.0)
 
 
 def failing(name: str, backend: str, *, fail_after: int, chunk: int) -> tuple[F32, int]:

@@ -80,7 +80,8 @@ def test_calls_that_fail_are_computed_by_the_scalar_kernels_to_the_same_bits(
     call = "expert_ffn" if fail_after % 2 else "segment"
     assert warnings[0] == (
         f"cpu.{call} failed: PICAFLOR_FAIL_AFTER={fail_after} lets every call after the first {fail_after} fail; "
-        f"used for {TENSORS}; cpu-scalar does this and all later such calls; to cure: unset PICAFLOR_FAIL_AFTER"
+        f"cpu.segment and cpu.expert_ffn are used for {TENSORS}; "
+        "cpu-scalar does this and all later such calls; to cure: unset PICAFLOR_FAIL_AFTER"
     )
 
 

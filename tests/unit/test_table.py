@@ -115,9 +115,14 @@ def test_calls_that_fail_are_counted_told_once_and_strict() -> None:
     table.failed("cpu", "segment", reason="by request", instead="cpu-scalar", cure="do not ask")
     table.failed("cpu", "matmul", reason="by request", instead="cpu-scalar", cure="do not ask")
     assert notices == [
-        "cpu.segment failed: by request; used for a (layers.*.q in 3 layers), b (w0, w1, w2, w3, w4, w5, w6, w7); "
-        "cpu-scalar does this and all later such calls; to cure: do not ask"
+        "cpu.segment failed: by request; calls of cpu are used for a (layers.*.q in 3 layers), "
+        "b (w0, w1, w2, w3, w4, w5, w6, w7); cpu-scalar does this and all later such calls; to cure: do not ask"
     ]
+    calls = ("segment", "expert_ffn")
+    table.failed("cpu", "segment", reason="all", instead="cpu-scalar", cure="do not ask", calls=calls)
+    assert notices[1].startswith(
+        "cpu.segment failed: all; cpu.segment and cpu.expert_ffn are used for a (layers.*.q in"
+    )
     table, notices = _table(strict=True)
     with pytest.raises(UnsupportedKernel, match=r"gpu\.segment failed: out of memory \(an error under --strict; --b"):
         table.failed("gpu", "segment", reason="out of memory", instead="cpu", cure="--backend cpu")

@@ -166,11 +166,14 @@ class CapabilityTable:
             self._tensors.setdefault(cell.backend, {}).setdefault(format_name, {})[what] = None
         return cell
 
-    def failed(self, backend: str, call: str, *, reason: str, instead: str, cure: str) -> None:
+    def failed(
+        self, backend: str, call: str, *, reason: str, instead: str, cure: str, calls: Sequence[str] = ()
+    ) -> None:
         """A call of a selected kernel failed while running, and `instead` computes it: counted, told once by `reason`.
 
-        The line names every class of tensors, by format, that this backend was to compute with: later calls need them.
-        Raises UnsupportedKernel under `strict`.
+        `calls`: the kinds of calls that `reason` lets fail from now on; all of the backend's where none is given. The
+        line names them, and every class of tensors, by format, that they were to compute with. Raises UnsupportedKernel
+        under `strict`.
         """
         text = f"{backend}.{call} failed: {reason}"
         if self.strict:
@@ -182,7 +185,8 @@ class CapabilityTable:
                 f"{name} ({_classes(list(tensors), most=len(tensors))})"
                 for name, tensors in self._tensors.get(backend, {}).items()
             )
-            used = f"; used for {used}" if used else ""
+            who = " and ".join(f"{backend}.{name}" for name in calls) or f"calls of {backend}"
+            used = f"; {who} are used for {used}" if used else ""
             self._tell(f"{text}{used}; {instead} does this and all later such calls; to cure: {cure}")
 
     def announce(self) -> None:

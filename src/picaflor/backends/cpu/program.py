@@ -20,6 +20,7 @@ from picaflor.backends.reduction import reduce_choices
 from picaflor.backends.table import CapabilityTable
 from picaflor.formats.base import F32
 
+CALLS: Final = ("segment", "expert_ffn")
 NATIVE_CLASSES: Final = ("attention", "matmul", "router", "head", "other")
 
 
@@ -73,6 +74,7 @@ class Faults:
                 reason=f"PICAFLOR_FAIL_AFTER={self._after} lets every call after the first {self._after} fail",
                 instead=SCALAR,
                 cure="unset PICAFLOR_FAIL_AFTER",
+                calls=CALLS,
             )
         return failing
 
