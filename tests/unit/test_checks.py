@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from picaflor import cli
+from picaflor.cli.doctor import check_reads
 from picaflor.container.index import Container
 from picaflor.errors import UsageError
-from picaflor.runtime import bench, builtin
+from picaflor.runtime import bench, builtin, trial_reads
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.machine import write_text
+from picaflor.runtime.trial_reads import Reads
+from picaflor.settings import Settings
 
 QWEN = Path(__file__).parent.parent / "data" / "families" / "qwen3_moe_tiny"
 RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
@@ -109,6 +112,24 @@ def test_plan_tells_which_files_end_early(model: Path, capsys: pytest.CaptureFix
 def test_doctor_reads_a_model_deeply_or_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--deep"]) == 2
     assert "--deep reads a model and none is given: name its directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rate", "share", "line"),
+    [
+        (2.1e9, 0.98, "experts of 0.06 MB at 2.10 GB/s, 98% of it from storage"),
+        (2.1e9, None, "experts of 0.06 MB at 2.10 GB/s"),
+        (2.1e9, 0.001, "experts of 0.06 MB at 2.10 GB/s, from the page cache: the drive's rate was not measured"),
+        (0.0, 0.0, "experts of 0.06 MB are too little to tell a rate from"),
+        (4.9e6, 0.5, "experts of 0.06 MB are too little to tell a rate from"),
+    ],
+)
+def test_doctor_shows_no_zero_for_what_was_not_measured(
+    rate: float, share: float | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_reads, "measure_reads", lambda plan: Reads((0.0,), 55_296, rate, share))
+    check = check_reads(builtin.folder(), Settings())
+    assert (check.id, check.status, check.detail) == ("model.reads", "info", line)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,12 @@ from picaflor.sizes import format_bytes
 if TYPE_CHECKING:
     from picaflor.models.base import Model
     from picaflor.runtime.sketch import Sketch
+    from picaflor.runtime.trial_reads import Reads
 
+LEAST_RATE = 5e6
+"""Bytes per second that are not shown as 0.00 GB/s; less is no rate of a drive but a trial that read too little."""
+LEAST_SHARE = 0.005
+"""Part of the bytes that is not shown as 0 %."""
 SELF_TEST_TOKENS = 8
 SELF_TEST_PROMPT = "The old house"
 
@@ -203,10 +208,21 @@ def check_reads(path: Path, settings: Settings) -> Check:
         plan.close()
     if reads is None:
         return Check("model.reads", "info", "the model has no experts to read")
-    detail = f"experts of {reads.expert_bytes / 1e6:.2f} MB at {reads.bytes_per_s / 1e9:.2f} GB/s"
-    if reads.storage_share is not None:
-        detail += f", {reads.storage_share:.0%} of it from storage"
-    return Check("model.reads", "info", detail)
+    return Check("model.reads", "info", _reads_text(reads))
+
+
+def _reads_text(reads: Reads) -> str:
+    """What was measured; what is too little to be a rate, or is not of the drive, is said and not rounded to zero."""
+    text = f"experts of {reads.expert_bytes / 1e6:.2f} MB"
+    share = reads.storage_share
+    if reads.bytes_per_s < LEAST_RATE:
+        return f"{text} are too little to tell a rate from"
+    text += f" at {reads.bytes_per_s / 1e9:.2f} GB/s"
+    if share is None:
+        return text
+    if share < LEAST_SHARE:
+        return f"{text}, from the page cache: the drive's rate was not measured"
+    return f"{text}, {share:.0%} of it from storage"
 
 
 def _sketch(path: Path, settings: Settings) -> Sketch:
