@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from picaflor import cli
 from picaflor.models.config import Notices
 from picaflor.runtime import builtin
+from picaflor.runtime import plan as planning
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import int3_share
 from picaflor.runtime.sketch import sketch, token_bytes
+from picaflor.store import budget
 from picaflor.store.routes import Routes
 
 RATES = ("--memory-rate", "10GB", "--disk-rate", "1GB")
@@ -117,13 +120,34 @@ def test_an_unknown_disk_is_unknown_and_not_zero(headers: Path, capsys: pytest.C
     assert fits["speed"] == fits["all_in_memory"]
 
 
-def test_every_number_has_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_has_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine of 64 GiB with a group of 16 and a limit of 8, whatever this one has."""
+    files = {
+        "proc/meminfo": f"MemAvailable: {64 * MIB} kB\n",
+        "proc/self/cgroup": "0::/app\n",
+        "proc/self/status": "VmSize: 8192 kB\nVmData: 4096 kB\n",
+        "proc/self/limits": f"Max data size {8192 * MIB} {8192 * MIB} bytes\n",
+        "group/app/memory.max": f"{16384 * MIB}\n",
+        "group/app/memory.current": "0\n",
+        "group/app/memory.stat": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    faked = partial(budget.memory_sources, proc=tmp_path / "proc", cgroup_mount=tmp_path / "group")
+    monkeypatch.setattr(planning, "memory_sources", faked)
     assert cli.main(["plan", *RATES, "--ram", "4GiB"]) == 0
     out, err = capsys.readouterr()
     assert err == "demo model, 27 M parameters\n"
     memory = [line for line in out.splitlines() if line[10:].lstrip().startswith(("--ram", "host", "cgroup", "ulimit"))]
     assert len(memory) == 4
     assert memory[0].split() == ["memory", "--ram", "4", "GiB", "given", "<-", "the", "smallest", "counts"]
+    for line, word in zip(
+        memory[1:], ("88% of 64 GiB", "memory.max: 88% of 16 GiB", "ulimit -d: 88% of 8"), strict=True
+    ):
+        assert word in line
     for part in ("resident weights", "(--ctx)", "in all, ", "threads    ", "168 of 168 in memory (100%)", "tok/s"):
         assert part in out
 
