@@ -74,6 +74,12 @@ def test_int4_grouped() -> None:
     np.testing.assert_array_equal(decoded, [[*(0.25 * (k - 8) for k in range(16)), -16, -14, -12, -10]])
 
 
+def test_int4_grouped_extremes() -> None:
+    """Nibbles 0 and 15 are -8 and +7, of either half of a byte."""
+    decoded = REGISTRY["int4-grouped"].decode((raw("00 ff 0f f0" + "88" * 4), f32(0.5)), 1, 16, 16)
+    np.testing.assert_array_equal(decoded, [[-4, -4, 3.5, 3.5, 3.5, -4, -4, 3.5, *[0] * 8]])
+
+
 def test_int4_grouped_writer() -> None:
     codes, scales = encode("int4-grouped", [np.arange(-10, 10)], 16)
     assert codes.tobytes() == bytes.fromhex("21 32 44 65 77 98 a9 cb dd fe")

@@ -133,6 +133,60 @@ def test_less_memory_while_running(expected: Any) -> None:
     assert any(re.match(r"the device is out of memory: expert slots go from 16 to 12 \(.*--vram", w) for w in warnings)
 
 
+def test_r35_the_device_gives_no_memory_for_experts(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request for slots fails as torch lets it fail: fewer are taken, once, and the bits stay."""
+    asked: list[int] = []
+    whole = torch.empty
+
+    def empty(*words: Any, **options: Any) -> Any:
+        if options.get("dtype") is torch.uint8 and isinstance(words[0], tuple) and len(words[0]) == 2:
+            asked.append(words[0][0])
+            if len(asked) == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(*words, **options)
+
+    warnings: list[str] = []
+    with opened(GLM, backend="cuda", warnings=warnings) as engine:
+        monkeypatch.setattr(torch, "empty", empty)
+        backend: Any = engine.plan.backend
+        assert same_bits(logits(engine, IDS[:2]), expected[:2])
+        assert backend.tier.slots == 12
+        assert not backend.tier.all_here
+    assert asked == [16, 12]
+    told = [line for line in warnings if "the device" in line]
+    assert told == ["the device gives no memory for 16 expert slots: 12 are taken"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_r35_the_device_is_out_of_memory_in_a_run(times: int, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation fails amid a run: once, with fewer experts again to the same bits; twice, an error of one line."""
+    warnings: list[str] = []
+    with opened(GLM, backend="cuda", warnings=warnings) as engine:
+        logits(engine, IDS[:1])
+        program: Any = engine.plan.forward.program
+        allowed, failed = program._allowed, [0, 0]
+
+        def fails(op: str) -> None:
+            failed[1] += 1
+            if failed[0] < times and failed[1] % 20 == 0:
+                failed[0] += 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            allowed(op)
+
+        monkeypatch.setattr(program, "_allowed", fails)
+        if times == 1:
+            assert same_bits(logits(engine, IDS[:2]), expected[:2])
+        else:
+            with pytest.raises(OutOfBudget, match="the device is out of memory: CUDA out of memory"):
+                logits(engine, IDS[:2])
+        backend: Any = engine.plan.backend
+        assert failed[0] == times
+        assert backend.tier.slots == 12
+    told = [line for line in warnings if line.startswith("the device is out of memory: ")]
+    assert len(told) == 1
+    assert "expert slots go from 16 to 12" in told[0]
+
+
 def test_too_little_memory_for_one_expert() -> None:
     with opened(GLM, backend="cuda", vram_bytes=1 << 20) as engine, pytest.raises(OutOfBudget, match="raise --vram"):
         logits(engine, IDS[:1])
