@@ -393,6 +393,9 @@ def _unknown(name: str, known: list[str], *, skip: int = 0) -> str:
     return f"{name} is no option{rest}"
 
 
+MOST_CONFIG_BYTES = 1 << 20
+
+
 def _config_entries(
     found: Mapping[str, tuple[str, object]], environ: Mapping[str, str]
 ) -> tuple[Path | None, Mapping[str, object]]:
@@ -407,6 +410,9 @@ def _config_entries(
         if not base or not path.is_file():
             return None, {}
     try:
+        nbytes = path.stat().st_size
+        if nbytes > MOST_CONFIG_BYTES:
+            raise UsageError(f"{path}: {nbytes} bytes; at most {MOST_CONFIG_BYTES} are read")
         return path, tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: not a TOML file: {error}") from None

@@ -128,7 +128,8 @@ def test_a_size_is_looked_at_before_it_is_read(tmp_path: Path, capsys: pytest.Ca
     os.truncate(file, 1 << 40)
     for words in READERS[1:5]:
         assert f"long: {1 << 40} bytes; at most " in fault(capsys, *words(file))
-    assert f"long: {1 << 40} bytes; at most " in fault(capsys, *READERS[-1](file))
+    for last in (READERS[-1](file), ("run", "x", *RUN, "--config", file)):
+        assert f"long: {1 << 40} bytes; at most " in fault(capsys, *last)
 
 
 def test_a_mirror_is_not_the_model_itself(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
