@@ -25,6 +25,8 @@ _KINDS = (
 # A pipe that nobody writes to must not block: the kind is looked at on the open file, before any read.
 OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
+PIECE_BYTES = 1 << 20
+
 
 def kind_fault(mode: int) -> str:
     """What a file is where it is no regular one, else nothing. `mode`: `st_mode`."""
@@ -62,7 +64,11 @@ def open_plain(path: Path, *, most_bytes: int | None, error: type[PicaflorError]
 def read_plain(path: Path, *, most_bytes: int, error: type[PicaflorError], what: str = "") -> bytes:
     """All of a regular file of at most `most_bytes`. Raises `error`."""
     with open_plain(path, most_bytes=most_bytes, error=error, what=what) as file:
-        data = file.read(most_bytes + 1)
+        pieces, left = [], most_bytes + 1
+        while piece := file.read(min(left, PIECE_BYTES)):  # asking for all at once would set that much aside
+            pieces.append(piece)
+            left -= len(piece)
+    data = b"".join(pieces)
     if len(data) > most_bytes:
         raise error(f"{what}{show_path(path)}: more than {most_bytes} bytes; at most {most_bytes} are read")
     return data
