@@ -13,7 +13,7 @@ import pytest
 
 from picaflor import cli
 from picaflor.models.config import Notices
-from picaflor.runtime import builtin
+from picaflor.runtime import builtin, forecast
 from picaflor.runtime import plan as planning
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import int3_share
@@ -88,12 +88,32 @@ def test_given_rates_are_worked_out(capsys: pytest.CaptureFixture[str]) -> None:
     second = changes["a second drive as fast as this one"]["speed"]["tokens_per_s"]
     step_s = total / 6e9
     assert 1 / second == pytest.approx(step_s + (experts + rest - step_s) / 2)
-    assert changes["a GPU"]["speed"] is None
+    # All fits a GPU of 24 GB: 60 % of 936 GB/s multiply, 90 us for each of 8 layers.
+    assert changes["a GPU of 24 GB"]["speed"]["tokens_per_s"] == pytest.approx(1 / (total / (0.6 * 936e9) + 8 * 90e-6))
     assert changes["int3-g64 experts"]["speed"]["read_bytes_per_token"] < record["speed"]["read_bytes_per_token"]
     # Read ahead, the disk works while the token computes: 0.55 of what it idled, less the quarter that is in memory.
     ahead = planned(*words, capsys=capsys)["speed"]
     waits, least = experts + rest - step_s, 7 * 3 * read - step_s
     assert 1 / ahead["tokens_per_s"] == pytest.approx(step_s + least + (1 - 0.55 * 0.75) * (waits - least))
+
+
+def test_a_gpu_that_holds_a_part_of_the_experts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the experts fit it and the machine's memory holds the rest, which its processor multiplies as before."""
+    words = (*RATES, "--ram", "4GiB")
+    before = planned(*words, capsys=capsys)
+    sizes = before["bytes_per_token"]
+    resident = sum(nbytes for name, nbytes in sizes.items() if name != "experts")
+    monkeypatch.setattr(forecast, "GPU_BYTES", resident + before["expert_bytes"] // 2)
+    change = {item["change"]: item for item in planned(*words, capsys=capsys)["changes"]}["a GPU of 0 GB"]
+    seconds = (resident + sizes["experts"] / 2) / (0.6 * 936e9) + sizes["experts"] / 2 / 6e9 + 8 * 90e-6
+    assert change["speed"]["tokens_per_s"] == pytest.approx(1 / seconds)
+    assert change["note"].startswith("assumed")
+    monkeypatch.setattr(forecast, "GPU_BYTES", resident - 1)
+    small = {item["change"]: item for item in planned(*words, capsys=capsys)["changes"]}["a GPU of 0 GB"]
+    assert small["speed"] is None
+    assert small["note"].startswith("would need 0.0 GB")
 
 
 def test_what_is_measured_is_kept_and_used_again(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

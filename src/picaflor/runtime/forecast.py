@@ -29,6 +29,12 @@ INT3_LOSS = "costs quality: perplexity +13 % against int4-grouped 64 on the mode
 """As measured: benchmarks/records/eval-int3-experts.json."""
 ASSUMED_PART = 0.6
 """Part of memory's rate that multiplying reaches, where the rate is given and nothing is measured."""
+GPU_BYTES = 24_000_000_000
+GPU_BYTES_PER_S = 936e9
+GPU_LAYER_S = 90e-6
+"""The GPU that is priced: memory and its rate by the data sheet of an RTX 3090; what a layer takes beside its bytes, as
+measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +120,7 @@ class _Guess:
 
     def __init__(self, plan: Sketch, measured: _Measured, routes: Routes | None) -> None:
         self._plan = plan
+        self._sizes = token_bytes(plan.model, plan.index)
         self._measured = measured
         self._routes = routes
 
@@ -155,8 +162,9 @@ class _Guess:
         extra_s: Sequence[float],
         expert_share: float = 1.0,
         ahead_bytes_per_s: float = 0.0,
+        compute: Compute | None = None,
     ) -> Speed:
-        compute = self._measured.compute
+        compute = compute or self._measured.compute
         experts_s = compute.experts_s * expert_share
         nbytes = self._plan.expert_bytes // max(self._plan.experts, 1)
         return predict(
@@ -189,16 +197,36 @@ class _Guess:
                 changes.append(Change(f"{INT3} experts", self.speed(smaller, expert_share=share), INT3_LOSS))
             except OutOfBudget as error:
                 changes.append(Change(f"{INT3} experts", None, str(error)))
-        changes.append(Change("a GPU", None, self._gpu()))
+        changes.append(self._gpu())
         return changes
 
-    def _gpu(self) -> str:
-        sizes = token_bytes(self._plan.model, self._plan.index)
-        resident = sum(nbytes for name, nbytes in sizes.items() if name != "experts")
-        return (
-            f"would need {resident / 1e9:.1f} GB of its memory for all but the experts, "
-            f"{(resident + self._plan.expert_bytes) / 1e9:.1f} GB for all; its speed can be told where there is one"
+    def _gpu(self) -> Change:
+        """A GPU with all but the experts, and experts in what its memory has left; others are multiplied as now."""
+        resident = sum(nbytes for name, nbytes in self._sizes.items() if name != "experts")
+        left = GPU_BYTES - resident
+        name = f"a GPU of {GPU_BYTES / 1e9:.0f} GB"
+        needs = (
+            f"{resident / 1e9:.1f} GB of its memory for all but the experts, "
+            f"{(resident + self._plan.expert_bytes) / 1e9:.1f} GB for all"
         )
+        if left < 0:
+            return Change(name, None, f"would need {needs}")
+        rate = ASSUMED_PART * GPU_BYTES_PER_S
+        there = min(left / self._plan.expert_bytes, 1.0)
+        now = self._measured.compute
+        experts_s = there * self._sizes["experts"] / rate + (1 - there) * now.experts_s
+        launches_s = len(self._plan.model.layers) * GPU_LAYER_S
+        compute = Compute(resident / rate + experts_s + launches_s, experts_s, GPU_BYTES_PER_S)
+        ledger = self._plan.ledger_with(left)
+        reads = self._measured.reads
+        if there == 1 or ledger.all_resident:
+            speed = self._predict([{0: 1.0}] * len(self._plan.moe), extra_s=(0.0,), compute=compute)
+        elif reads is None:
+            return Change(name, None, f"would need {needs}")
+        else:
+            speed = self._predict(self._misses(ledger), extra_s=reads.extra_s, compute=compute)
+        assumed = f"{ASSUMED_PART:.0%} of {GPU_BYTES_PER_S / 1e9:.0f} GB/s and {1e6 * GPU_LAYER_S:.0f} us a layer"
+        return Change(name, speed, f"assumed: {assumed}, nothing for what is sent there; needs {needs}")
 
 
 def _rate(hits: int, loads: int) -> float:
