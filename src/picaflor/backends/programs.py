@@ -54,7 +54,8 @@ class DeviceProgram(ABC):
         self._number = number
         self._guard = guard
         self._asks = any(step.op == EXPERTS for step in steps)
-        self._written: dict[Rows, NDArray[Any]] = {}
+        self._written: dict[tuple[int, int], tuple[Rows, NDArray[Any]]] = {}
+        # By the buffer itself and the first column: Rows of one width are equal whatever buffer they belong to.
         self._seconds = dict.fromkeys(CLASSES, 0.0)
 
     @abstractmethod
@@ -87,7 +88,7 @@ class DeviceProgram(ABC):
     def _hand_over(self, failure: DeviceFailed) -> None:
         self._guard.failed(failure)
         self._twin.take_over(str(failure), self._limits.touched)
-        for rows, values in self._written.items():
+        for rows, values in self._written.values():
             self._twin.write(self._number, rows, values)
 
     def view(self, rows: Rows, count: int) -> NDArray[Any]:
@@ -102,7 +103,7 @@ class DeviceProgram(ABC):
     def write(self, rows: Rows, values: F32) -> None:
         """Fill an input buffer's first rows."""
         kept: NDArray[Any] = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
-        self._written[rows] = kept
+        self._written[id(rows.handle), rows.start] = (rows, kept)
         if self._twin.active:
             self._twin.write(self._number, rows, kept)
         else:
