@@ -144,7 +144,7 @@ def test_mlx_giving_up_hands_over_or_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(Experts, "compute", broken)
         assert logits(engine, IDS[:2]).tobytes() == expected.tobytes()
-    told = [line for line in warnings if "MLX says: [eval] the device was lost; used for " in line]
+    told = [line for line in warnings if "MLX says: [eval] the device was lost; calls of metal are used for " in line]
     assert len(told) == 1
     assert told[0].endswith("; cpu does this and all later such calls; to cure: --backend cpu")
     with opened(GLM, backend="metal") as engine:
