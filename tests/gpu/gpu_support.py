@@ -6,9 +6,6 @@ Importing this skips the test module, with the reason, where torch or Triton is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,33 +16,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the GPU backends need triton (pip install picaflor[cuda])")
 
+from device_support import IDS, logits, opened  # noqa: E402
+
 from picaflor.formats.base import F32  # noqa: E402
-from picaflor.runtime.engine import Engine, EngineOptions  # noqa: E402
-from picaflor.runtime.kvcache import Sequence  # noqa: E402
-from picaflor.runtime.runner import Work  # noqa: E402
 
-FAMILIES = Path(__file__).parents[1] / "data" / "families"
-IDS = np.array([5, 77, 130, 12, 9, 241, 4, 41], np.int32)
-
-
-@contextmanager
-def opened(name: str, *, warnings: list[str] | None = None, **options: Any) -> Iterator[Engine]:
-    """A tiny container on a backend."""
-    lines = [] if warnings is None else warnings
-    chosen = EngineOptions(context=64, threads=1, sequences=4, **options)
-    with Engine.open(FAMILIES / name, chosen, warn=lines.append) as engine:
-        yield engine
-
-
-def logits(engine: Engine, ids: Any, *, chunk: int = 64) -> F32:
-    """Logits of every token of a fresh sequence, in chunks."""
-    sequence = Sequence()
-    rows = [
-        engine.runner.step([Work(sequence, ids[start : start + chunk], "all")]).copy()
-        for start in range(0, len(ids), chunk)
-    ]
-    engine.plan.pool.release(sequence)
-    return np.concatenate(rows)
+__all__ = ["IDS", "cpu_logits", "logits", "opened", "same_bits", "torch"]
 
 
 def cpu_logits(name: str, ids: Any, **options: Any) -> F32:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from picaflor.backends import cells as shared
 from picaflor.backends.cuda import capabilities
 from picaflor.backends.table import CapabilityTable
 from picaflor.errors import UnsupportedKernel
@@ -25,9 +26,9 @@ def test_every_format_has_every_cell_on_both_backends() -> None:
     table = CapabilityTable()
     for backend in capabilities.BACKENDS:
         capabilities.declare(table, backend)
-    operations = (*capabilities.WEIGHT_OPS, *capabilities.ROW_OPS)
+    operations = (*shared.WEIGHT_OPS, *shared.ROW_OPS)
     assert table.missing(REGISTRY, operations) == []
-    assert len(table.cells()) == 2 * (4 * len(REGISTRY) + len(capabilities.FORMAT_FREE_OPS))
+    assert len(table.cells()) == 2 * (4 * len(REGISTRY) + len(shared.FORMAT_FREE_OPS))
 
 
 def test_without_torch_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

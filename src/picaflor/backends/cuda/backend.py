@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 import picaflor._native as _native
 from picaflor.backends.api import DeviceRates, ExpertProvider, ExpertTraffic, Precision, Vector, Weight
+from picaflor.backends.cells import HOST
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cpu.threads import default_threads
 from picaflor.backends.cuda import capabilities, interpret, rates
-from picaflor.backends.cuda.capabilities import HOST, Name
+from picaflor.backends.cuda.capabilities import Name
 from picaflor.backends.cuda.program import DeviceFailed
 from picaflor.backends.cuda.recorder import CudaRecorder
 from picaflor.backends.cuda.tier import ExpertTier

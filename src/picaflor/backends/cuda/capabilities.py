@@ -9,30 +9,11 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
-from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell, State
+from picaflor.backends.cells import FORMAT_FREE_OPS, device_cells
+from picaflor.backends.table import CapabilityTable, Cell, State
 
 Name = Literal["cuda", "rocm"]
 BACKENDS: Final[tuple[Name, ...]] = ("cuda", "rocm")
-HOST: Final = "cpu"
-"""What computes after a call of the device has failed."""
-
-WEIGHT_OPS: Final = ("matmul", "expert_ffn")
-ROW_OPS: Final = ("rows", "row_axpy")
-FORMAT_FREE_OPS: Final[Mapping[str, State]] = MappingProxyType(
-    {
-        "rmsnorm": "native",
-        "layernorm": "native",
-        "rope": "native",
-        "add": "native",
-        "silu_mul": "native",
-        "kv_write": "native",
-        "index_select": "native",
-        "attention": "native",
-        "router": "native",
-        "select_outputs": "native",
-        "sample": "composed",  # the host draws, from the row of logits that comes back anyway
-    }
-)
 PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
     {
         "f32": "native",
@@ -48,25 +29,11 @@ PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
         "fp8-e4m3-b128": "native",
     }
 )
-ROTATED: Final[Mapping[str, str]] = MappingProxyType(
-    {"e8-iq3-lattice": "its rows are stored rotated, a single row is not the weight's"}
-)
-"""Formats without row operations, and why."""
 
 
 def cells(backend: Name) -> Iterator[Cell]:
     """Every cell of one backend."""
-    for name, state in PRODUCTS.items():
-        for op in WEIGHT_OPS:
-            yield Cell(backend, op, name, state)
-        for op in ROW_OPS:
-            refused = ROTATED.get(name)
-            if refused is None:
-                yield Cell(backend, op, name, "native")
-            else:
-                yield Cell(backend, op, name, "refused", reason=refused)
-    for op, state in FORMAT_FREE_OPS.items():
-        yield Cell(backend, op, NO_FORMAT, state)
+    return device_cells(backend, PRODUCTS, FORMAT_FREE_OPS)
 
 
 def declare(table: CapabilityTable, backend: Name) -> CapabilityTable:
