@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,21 @@ from picaflor.backends.cpu.threads import default_threads
 from picaflor.backends.held import Matrices
 from picaflor.backends.host import HostTwin
 from picaflor.backends.programs import DeviceFailed, Guard
-from picaflor.backends.recording import DeviceRecorder
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
+
+
+class Recorded(Protocol):
+    """A recorder, as far as its memory on the device is asked for."""
+
+    def kv_bytes(self) -> int:
+        """Bytes of key-value pages written to so far."""
+
+    def workspace_bytes(self) -> int:
+        """Bytes that buffers and tables take."""
+
+    def plane_bytes(self) -> int:
+        """Bytes of all planes."""
 
 
 class DeviceBackend(ABC):
@@ -52,7 +64,7 @@ class DeviceBackend(ABC):
         self.calls: Counter[str] = Counter()
         self._fail_after = fail_after
         self._matrices = matrices
-        self._recorders: list[DeviceRecorder] = []
+        self._recorders: list[Recorded] = []
         self._guard = Guard(self._allowed, self._failed)
         self._host: CpuBackend | None = None
         self._sampled = False

@@ -6,29 +6,22 @@ the reason where no device can be used; nothing else is then tried.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
 import triton
-from numpy.typing import NDArray
 
-import picaflor._native as _native
 from picaflor.backends.api import DeviceRates, ExpertProvider, ExpertTraffic, Precision, Vector, Weight
-from picaflor.backends.cells import HOST
 from picaflor.backends.cpu.backend import CpuBackend
-from picaflor.backends.cpu.memory import allocate
-from picaflor.backends.cpu.threads import default_threads
 from picaflor.backends.cuda import capabilities, interpret, rates
 from picaflor.backends.cuda.capabilities import Name
-from picaflor.backends.cuda.program import DeviceFailed
 from picaflor.backends.cuda.recorder import CudaRecorder
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
-from picaflor.backends.host import HostTwin
-from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
+from picaflor.backends.device import DeviceBackend
+from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
 from picaflor.sizes import format_bytes
@@ -82,16 +75,14 @@ DEVICE_SHARE: Final = 0.92
 """Part of the device's free memory that is used where `--vram` does not say."""
 
 
-class CudaBackend:
-    """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
+class CudaBackend(DeviceBackend):
+    """One device, one precision.
 
     `reload` brings back to the host what `take` gave away, `released` bytes: it is called before the host computes on.
-    `calls` counts steps that ran on the device, by operation. `graphs`: whether what is recorded from now on may be
-    captured. Raises UsageError for a precision that there is not,
+    `graphs`: whether what is recorded from now on may be captured. Raises UsageError for a precision that there is not,
     UnsupportedKernel where no device can be used.
     """
 
-    on_device = True
     tells_ahead = True
     """What the next layer will probably want is told to a provider that reads ahead."""
 
@@ -110,20 +101,15 @@ class CudaBackend:
             raise UsageError(f"--precision {precision}: this version has {', '.join(PRECISIONS)}")
         self.name = backend
         self.device, self.isa = find_device(backend)
-        self.threads = default_threads() if threads is None else threads
-        self.precision: Precision = precision
-        self.table = capabilities.declare(CapabilityTable(), backend) if table is None else table
-        self.calls: Counter[str] = Counter()
+        self._matrices: Matrices
+        declared = capabilities.declare(CapabilityTable(), backend) if table is None else table
+        super().__init__(Matrices(self.device), declared, threads=threads, precision=precision, fail_after=fail_after)
         self.graphs = True
-        self._fail_after = fail_after
         self._vram_bytes = vram_bytes
         self._notice = notice
-        self._matrices = Matrices(self.device)
         self.tier = ExpertTier(self.device, precision, free=self._free_bytes, notice=self._tell)
         self.reload: Callable[[], None] | None = None
         self.released = 0
-        self._recorders: list[CudaRecorder] = []
-        self._sampled = False
 
     @property
     def described(self) -> str:
@@ -136,22 +122,6 @@ class CudaBackend:
         words = f"{name}, {self.isa}, {format_bytes(free)} of {format_bytes(total)} free"
         others = torch.cuda.device_count() - 1
         return f"{words} ({versions})" + f"; {others} more not used" * bool(others)
-
-    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Zeroed host memory, untouched until written, with 64 more readable bytes behind it."""
-        return allocate(nbytes)
-
-    def weight(
-        self, name: str, format_name: str, shape: tuple[int, int], group_size: int, planes: Sequence[NDArray[Any]]
-    ) -> Weight:
-        """Hold a matrix `[rows, cols]`. Its planes are copied to the device before the first program runs; they stay
-        with the host, which computes on where the device fails, until `take`.
-
-        Raises UnsupportedKernel for a format that this backend does not know, ValueError for planes of the wrong size.
-        """
-        self.table.cell(self.name, "matmul", format_name)
-        handle = self._matrices.bind(name, format_name, shape, group_size, planes)
-        return Weight(name, format_name, *shape, group_size, handle)
 
     def take(self, weights: Sequence[Weight]) -> None:
         """Copy matrices whose bytes are there to the device now and give the host's memory back."""
@@ -167,16 +137,14 @@ class CudaBackend:
 
     def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> CudaRecorder:
         """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
-        sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
-        twin = HostTwin(open=self._host, sizes=sizes, fetch=_no_page, failed=self._failed, values=_values)
         recorder = CudaRecorder(
             backend=self.name,
             device=self.device,
             precision=self.precision,
             table=self.table,
             tier=self.tier,
-            twin=twin,
-            allowed=self._allowed,
+            twin=self.twin(max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages),
+            guard=self._guard,
             ready=self._ready,
             captures=self.graphs and self.device.type != "cpu" and self._fail_after is None,
             max_rows=max_rows,
@@ -187,15 +155,17 @@ class CudaBackend:
         self._recorders.append(recorder)
         return recorder
 
-    def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
-        """One token from logits `[vocabulary]`, on the host; argmax at temperature 0 or below."""
-        if not self._sampled:
-            self.table.select("sample", NO_FORMAT, self.name)
-            self.table.announce()
-            self._sampled = True
-        row = np.ascontiguousarray(logits, dtype=np.float32)
-        token: int = _native.sample("auto", row, temperature=temperature, top_p=top_p, uniform=uniform)
-        return token
+    def values(self, vector: Vector) -> F32:
+        """A parameter vector, on the host."""
+        values: F32 = vector.handle.cpu().numpy()
+        return values
+
+    def on_host(self) -> CpuBackend:
+        """The CPU backend, with all that it needs back in the host's memory."""
+        if self.released and self.reload is not None:
+            self.reload()
+            self.released = 0
+        return super().on_host()
 
     def isa_of(self, cell: Cell) -> str:
         """The architecture that the kernels behind a selected cell run on."""
@@ -204,15 +174,6 @@ class CudaBackend:
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: staging only, the buffers are on the device."""
         return 0
-
-    def kv_bytes(self) -> int:
-        """Bytes of key-value pages that have been written to so far, on the device."""
-        return sum(recorder.kv_bytes() for recorder in self._recorders)
-
-    def vram_used(self) -> int:
-        """Bytes of the device that matrices, buffers and pages take; experts are not counted."""
-        buffers = sum(recorder.workspace_bytes() + recorder.plane_bytes() for recorder in self._recorders)
-        return self._matrices.nbytes + buffers
 
     def traffic(self) -> ExpertTraffic:
         """What was asked of the experts on the device so far."""
@@ -246,37 +207,6 @@ class CudaBackend:
     def _tell(self, text: str) -> None:
         if self._notice is not None:
             self._notice(text)
-
-    def _allowed(self, op: str) -> None:
-        """Count a call of the device. Raises DeviceFailed for one that is to fail."""
-        if self._fail_after is not None and self.calls.total() >= self._fail_after:
-            raise DeviceFailed(op)
-        self.calls[op] += 1
-
-    def _failed(self, call: str) -> None:
-        """Tell the table. Raises UnsupportedKernel under `--strict`."""
-        limit = self._fail_after
-        self.table.failed(
-            self.name,
-            call,
-            reason=f"PICAFLOR_FAIL_AFTER={limit} lets every call after the first {limit} fail",
-            instead=HOST,
-            cure="unset PICAFLOR_FAIL_AFTER",
-        )
-
-    def _host(self) -> CpuBackend:
-        if self.released and self.reload is not None:
-            self.reload()
-        return CpuBackend(threads=self.threads, precision=self.precision)
-
-
-def _no_page(plane: object, page: int) -> F32:
-    raise RuntimeError(f"page {page} of {plane} was asked for before a recorder was made")
-
-
-def _values(vector: Vector) -> F32:
-    values: F32 = vector.handle.cpu().numpy()
-    return values
 
 
 def open_backend(

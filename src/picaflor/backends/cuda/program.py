@@ -19,6 +19,7 @@ from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.rows import Tensor
+from picaflor.backends.programs import DeviceFailed, Guard
 from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
@@ -90,10 +91,6 @@ def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
             parts.append([])
         parts[-1].append(step)
     return list(parts)
-
-
-class DeviceFailed(Exception):
-    """A call of the device failed, and the host computes on. The text says why."""
 
 
 @dataclass(slots=True)
@@ -201,10 +198,7 @@ def _inside(values: NDArray[np.int32], limit: int, text: str) -> None:
 
 
 class CudaProgram:
-    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
-
-    `allowed(op)` counts a call and raises DeviceFailed for one that is to fail.
-    """
+    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails."""
 
     def __init__(
         self,
@@ -213,7 +207,7 @@ class CudaProgram:
         twin: HostTwin,
         number: int,
         *,
-        allowed: Callable[[str], None],
+        guard: Guard,
         ready: Callable[[ExpertProvider | None], None],
         tier: ExpertTier,
     ) -> None:
@@ -221,7 +215,7 @@ class CudaProgram:
         self._batches = batches
         self._twin = twin
         self._number = number
-        self._allowed = allowed
+        self._guard = guard
         self._ready = ready
         self._tier = tier
         self._asks = any(step.op == EXPERTS for step in steps)
@@ -259,6 +253,7 @@ class CudaProgram:
         except torch.OutOfMemoryError as error:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
         except DeviceFailed as failure:
+            self._guard.failed(failure)
             self._twin.take_over(str(failure), self._batches.touched)
             for rows, values in self._written.values():
                 self._twin.write(self._number, rows, values)
@@ -308,7 +303,7 @@ class CudaProgram:
             else:
                 part.captured.replay()
                 for step in part.steps:  # while the device computes
-                    self._allowed(step.op)
+                    self._guard.allowed(step.op)
 
     def _captured(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> Any:
         """A graph of these steps; nothing is computed yet."""
@@ -325,7 +320,7 @@ class CudaProgram:
         for step in steps:
             space = frame.outputs if step.outputs else frame.rows
             if space.count:
-                self._allowed(step.op)
+                self._guard.allowed(step.op)
                 if clock is not None:
                     clock.mark(step.kind)
                 step.run(frame, space)

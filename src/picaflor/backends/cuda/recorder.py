@@ -36,6 +36,7 @@ from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.tier import ExpertTier, HeldLayer
 from picaflor.backends.cuda.weights import HeldMatrix
 from picaflor.backends.host import FINISH, Call, HostTwin
+from picaflor.backends.programs import Guard
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
 
@@ -115,7 +116,7 @@ class CudaRecorder:
         table: CapabilityTable,
         tier: ExpertTier,
         twin: HostTwin,
-        allowed: Callable[[str], None],
+        guard: Guard,
         ready: Callable[[ExpertProvider | None], None],
         captures: bool,
         max_rows: int,
@@ -131,7 +132,7 @@ class CudaRecorder:
         self._table = table
         self._tier = tier
         self._twin = twin
-        self._allowed = allowed
+        self._guard = guard
         self._ready = ready
         self._max_rows = max(max_rows, max_outputs)
         self._shift = page_tokens.bit_length() - 1
@@ -476,7 +477,7 @@ class CudaRecorder:
         self._last = None
         number, self._programs = self._programs, self._programs + 1
         return CudaProgram(
-            steps, self._batches, self._twin, number, allowed=self._allowed, ready=self._ready, tier=self._tier
+            steps, self._batches, self._twin, number, guard=self._guard, ready=self._ready, tier=self._tier
         )
 
     # ---- helpers ----
