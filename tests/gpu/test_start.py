@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from picaflor.backends import cells as shared
 from picaflor.backends.cuda import capabilities
 from picaflor.backends.table import CapabilityTable
+from picaflor.cli.doctor_machine import check_backend
 from picaflor.errors import UnsupportedKernel
 from picaflor.formats import REGISTRY
-from picaflor.runtime.plan import EngineOptions, automatic_choice, load_backend
+from picaflor.runtime.devices import INSTALL, LINUX, PARTS, WINDOWS, automatic_choice, usable_devices
+from picaflor.runtime.plan import BACKENDS, EngineOptions, load_backend
 
 
 def load(name: str) -> Any:
@@ -54,6 +57,34 @@ def test_auto_tells_of_a_device_that_it_does_not_use(tmp_path: Path) -> None:
     said = automatic_choice({"cuda": tmp_path / "none", "rocm": tmp_path})
     wanted = "--backend auto is the CPU: no run has measured which is faster (picaflor tune does); "
     assert said.startswith(f"{wanted}--backend rocm uses the GPU")
+
+
+def test_on_windows_auto_offers_vulkan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no Triton there, and every driver brings Vulkan; it is named, and neither taken nor compared."""
+    assert set(WINDOWS) == {"vulkan"}
+    assert set(LINUX) == {"cuda", "rocm"}
+    found = {"vulkan": tmp_path}
+    monkeypatch.setattr("importlib.util.find_spec", lambda part: None)
+    said = automatic_choice(found)
+    assert said.startswith("--backend auto is the CPU: a token of vulkan may differ")
+    assert said.endswith("--backend vulkan uses the GPU once wgpu is installed (pip install picaflor[vulkan])")
+    monkeypatch.setattr("importlib.util.find_spec", lambda part: part)
+    assert automatic_choice(found).endswith("; --backend vulkan uses the GPU")
+    assert usable_devices(found) == []
+    assert usable_devices({"rocm": tmp_path, "cuda": tmp_path / "none"}) == ["rocm"]
+
+
+def test_doctor_names_what_brings_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for AMD, whose build of torch comes from an index of its own and from no extra."""
+    assert set(INSTALL) == set(BACKENDS) - {"cpu"}
+    assert set(PARTS) <= set(INSTALL)
+    for name in [name for name in sys.modules if name.startswith("picaflor.backends.cuda.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    check = check_backend("rocm")
+    assert check.status == "info"
+    assert check.detail.startswith("does not start: backend rocm cannot start: ")
+    assert re.search(r"; its software: pip install torch --index-url https://\S+/rocm[0-9.]+$", check.detail)
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm"])

@@ -169,7 +169,7 @@ def check_device(name: str, path: Path, settings: Settings) -> Check:
 
 
 def _devices() -> list[str]:
-    from picaflor.runtime.plan import usable_devices
+    from picaflor.runtime.devices import usable_devices
 
     return usable_devices()
 

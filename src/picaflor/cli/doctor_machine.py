@@ -111,14 +111,19 @@ def check_state() -> Check:
 
 
 def check_backend(name: str) -> Check:
-    """Start a backend other than the CPU for real; that it cannot start is no fault of a machine without the device."""
+    """Start a backend other than the CPU for real; that it cannot start is no fault of a machine without the device.
+
+    Where it does not, the command that brings its software is told; its driver is the system's matter.
+    """
     from picaflor.errors import PicaflorError
+    from picaflor.runtime.devices import INSTALL
     from picaflor.runtime.plan import EngineOptions, load_backend
 
     try:
         backend = load_backend(EngineOptions(backend=name), lambda text: None)
     except (PicaflorError, OSError, ImportError, RuntimeError) as error:
-        return Check(f"backend.{name}", "info", f"does not start: {' '.join(str(error).split())}")
+        reason = " ".join(str(error).split())
+        return Check(f"backend.{name}", "info", f"does not start: {reason}; its software: {INSTALL[name]}")
     return Check(f"backend.{name}", "ok", f"started: {getattr(backend, 'described', backend.isa)}")
 
 

@@ -35,8 +35,8 @@ def command(model: str | None, tokens: int, repeats: int, settings: Settings) ->
 
     Every candidate is measured before and after the best so far; it is kept where it gains 3 % beyond noise both times.
     """
+    from picaflor.runtime.devices import usable_devices
     from picaflor.runtime.machine import StateFile
-    from picaflor.runtime.plan import usable_devices
     from picaflor.runtime.tune import axes, key_of, reads_apply, search
 
     refuse_lossy(settings)

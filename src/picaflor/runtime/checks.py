@@ -105,7 +105,7 @@ def tell_cut(container: Container, notices: Notices) -> None:
 
 def _is_the_cpu(backend: str) -> bool:
     """Whether it is certain; `auto` is anything else only where there is a driver, and is told then."""
-    from picaflor.runtime.plan import DEVICE_FILES
+    from picaflor.runtime.devices import DEVICE_FILES
 
     return backend == "cpu" or (backend == "auto" and not any(path.exists() for path in DEVICE_FILES.values()))
 

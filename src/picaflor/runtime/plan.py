@@ -7,7 +7,6 @@ may refuse), and only then the bytes.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from picaflor.models.loading import ModelIndex, open_model
 from picaflor.runtime import checks, sidefile, tune
 from picaflor.runtime.chat import ChatTemplate
 from picaflor.runtime.chunks import SMALLEST, ExpertSizes, Sized, most_rows, settle
+from picaflor.runtime.devices import automatic_choice, usable_devices
 from picaflor.runtime.history import History, Learning, history_file
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.lossy import Lossy
@@ -47,8 +47,6 @@ from picaflor.store.store import READ_THREADS, WORKING_SLOTS, ExpertStore
 
 BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "metal": "metal", "vulkan": "vulkan"}
 """By name, the package under `backends` that has it."""
-DEVICE_FILES: Mapping[str, Path] = {"cuda": Path("/dev/nvidia0"), "rocm": Path("/dev/kfd")}
-"""What the system shows where a driver for such devices is loaded."""
 DEFAULT_CONTEXT = 4096
 LOSSY_BACKENDS = ("cpu",)
 MAX_LOGIT_BYTES = 64 << 20
@@ -206,34 +204,6 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
         **device,
     )
     return backend
-
-
-def usable_devices(devices: Mapping[str, Path] = DEVICE_FILES) -> list[str]:
-    """Backends with a driver and all that they import. Nothing is imported for it."""
-    if not all(importlib.util.find_spec(part) for part in ("torch", "triton")):
-        return []
-    return [name for name, path in devices.items() if path.exists()]
-
-
-def automatic_choice(
-    devices: Mapping[str, Path] = DEVICE_FILES, *, measured: tuple[str, float] | None = None, chosen: str = "cpu"
-) -> str:
-    """What `--backend auto` chose and why, where there was a choice: in words, empty where the CPU is all there is.
-
-    `measured`: a backend and its speed by the CPU's. Neither torch nor Triton is imported for it.
-    """
-    name = next((name for name, path in devices.items() if path.exists()), "")
-    if not name:
-        return ""
-    if measured is not None:
-        told = f"tune measured {measured[0]} at {measured[1]:.2f} times the CPU's speed"
-        if chosen != "cpu":
-            return f"--backend auto is {chosen}: {told}"
-        return f"--backend auto is the CPU: {told}" + ", the CPU is faster here" * (measured[1] < 1)
-    missing = [part for part in ("torch", "triton") if importlib.util.find_spec(part) is None]
-    first = f" once {' and '.join(missing)} are installed" if missing else ""
-    untold = "no run has measured which is faster (picaflor tune does)"
-    return f"--backend auto is the CPU: {untold}; --backend {name} uses the GPU{first}"
 
 
 def package_of(backend: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from picaflor.models.base import Model
 from picaflor.models.config import Notices
 from picaflor.models.loading import ModelIndex
+from picaflor.runtime.devices import MEASURED
 from picaflor.runtime.machine import fingerprint, machine_fingerprint, model_fingerprint
 
 LEAST_GAIN = 0.03
@@ -30,10 +31,8 @@ TUNABLE: Mapping[str, type] = {
     "queue_depth": int,
     "prefetch": str,
 }
-DEVICES = ("cuda", "rocm")
-"""Backends with memory of their own that give the CPU's bits, so that a token does not tell which one ran."""
 _WORDS = {
-    "backend": DEVICES,
+    "backend": MEASURED,
     "direct": ("auto", "on", "off"),
     "read_engine": ("auto", "threads", "io_uring"),
     "prefetch": ("auto", "on", "off"),
@@ -132,7 +131,7 @@ def axes(
     *, threads: int, streams: bool, engines: Sequence[str], readers: int, devices: Sequence[str] = ()
 ) -> dict[str, list[int | str]]:
     """What is worth trying: `threads` are granted, `streams` says that experts are read while decoding, `engines` are
-    the read engines that work here, `readers` is how many reads are under way now, `devices` are backends of DEVICES
+    the read engines that work here, `readers` is how many reads are under way now, `devices` are backends of MEASURED
     that can be expected to start."""
     found: dict[str, list[int | str]] = {"backend": list(devices)}
     found["threads"] = list(dict.fromkeys(n for n in (threads // 2, threads - 1) if 0 < n < threads))
@@ -189,7 +188,7 @@ def chosen_backend(options: Any, model: Model, index: ModelIndex) -> str:
     entry = options.tuned.get(key_of(model, index)) if options.tuned else None
     kept = entry.get("options") if isinstance(entry, Mapping) else None
     value = kept.get("backend") if isinstance(kept, Mapping) else None
-    return str(value) if value in DEVICES else "cpu"
+    return str(value) if value in MEASURED else "cpu"
 
 
 def device_gain(options: Any, model: Model, index: ModelIndex) -> tuple[str, float] | None:
@@ -200,7 +199,7 @@ def device_gain(options: Any, model: Model, index: ModelIndex) -> tuple[str, flo
     entry = options.tuned.get(key_of(model, index)) if options.tuned else None
     steps = entry.get("steps") if isinstance(entry, Mapping) else None
     for step in steps if isinstance(steps, list | tuple) else ():
-        if isinstance(step, Mapping) and step.get("option") == "backend" and step.get("value") in DEVICES:
+        if isinstance(step, Mapping) and step.get("option") == "backend" and step.get("value") in MEASURED:
             gains = step.get("gains")
             if isinstance(gains, Sequence) and gains and all(isinstance(gain, int | float) for gain in gains):
                 return str(step["value"]), 1 + min(gains)
