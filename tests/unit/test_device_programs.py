@@ -1,10 +1,12 @@
-"""Programs of devices: what the host is given when the device fails, for buffers that look alike."""
+"""Programs of devices: batches that do not fit, and what the host is given when the device fails."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
@@ -68,3 +70,45 @@ def test_all_written_buffers_reach_the_host_that_takes_over() -> None:
         (third, 0, [2.0, 2.5]),
         (third, 2, [3.0, 3.5]),
     ]
+
+
+def batch(sequences: list[int], positions: list[int], pages: list[list[int]], outputs: list[int]) -> Batch:
+    """Rows of sequences at positions."""
+    numbers = [np.array(values, np.int32) for values in (sequences, positions, outputs)]
+    return Batch(np.zeros(len(sequences), np.int32), numbers[0], numbers[1], np.array(pages, np.int32), numbers[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (batch([0] * 5, [0, 1, 2, 3, 4], [[0, 1]], [0]), "a batch of 5 rows, at most 4 fit"),
+        (batch([0, 0], [0, 1], [[0]], [0, 1, 1]), "a batch with 3 outputs, at most 2 fit"),
+        (batch([0], [0], [[0]], [1]), "output row 1 of a batch of 1 rows"),
+        (batch([0, 1], [0, 0], [[0]], [0]), "a row is of sequence 1 of 1"),
+        (batch([-1], [0], [[0]], [0]), "a row is of sequence -1 of 1"),
+        (batch([0], [-1], [[0]], [0]), "a row is at position -1, the page table has 4 positions"),
+        (batch([0], [4], [[0]], [0]), "a row is at position 4, the page table has 4 positions"),
+        (batch([0], [12], [[0, 1, 2, 0]], [0]), "a row is at position 12, the page table has 12 positions"),
+        (batch([1, 0], [5, 2], [[2, -1], [3, 0]], [0]), "page 3 of sequence 1, there are 3 pages"),
+        (batch([1, 0], [5, 2], [[2, -1], [0, -1]], [0]), "page -1 of sequence 1, there are 3 pages"),
+        (batch([0, 0], [7, 1], [[0, 3]], [0]), "page 3 of sequence 0, there are 3 pages"),
+    ],
+)
+def test_a_batch_that_does_not_fit(given: Batch, text: str) -> None:
+    """Every number that a device uses as an index is looked at before."""
+    limits = Limits(max_rows=4, max_outputs=2, pages=3, page_tokens=4)
+    with pytest.raises(ValueError, match=rf"^{re.escape(text)}$"):
+        limits.check(given)
+    assert limits.touched == set()
+
+
+def test_pages_of_a_batch() -> None:
+    """What a table has behind a sequence's last row does not matter, nor do tables of sequences without rows."""
+    limits = Limits(max_rows=4, max_outputs=2, pages=3, page_tokens=4)
+    given = batch([3, 1, 3], [4, 3, 5], [[9, 9], [2, 9], [-1, -1], [1, 0], [9, 9]], [0])
+    limits.check(given)
+    assert limits.touched == {0, 2}
+    assert limits.tables(given).tolist() == [[9, 9], [2, 9], [-1, -1], [1, 0]]
+    limits.check(batch([], [], [[9]], []))
+    with pytest.raises(ValueError, match=r"^rows of 5 sequences, at most 4 fit$"):
+        limits.tables(batch([4], [0], [[0]] * 5, [0]))

@@ -41,10 +41,29 @@ class Limits:
         _inside(batch.sequences, batch.pages.shape[0], "a row is of sequence {} of {}")
         limit = min(batch.pages.shape[1] * self.page_tokens, self.capacity)
         _inside(batch.positions, limit, "a row is at position {}, the page table has {} positions")
-        for sequence, position in last_positions(batch).items():
-            used = batch.pages[sequence, : position // self.page_tokens + 1]
-            _inside(used, self.pages, f"page {{}} of sequence {sequence}, there are {{}} pages")
-        self.touched.update(batch.pages[batch.sequences, batch.positions // self.page_tokens].tolist())
+        if rows:
+            self._check_pages(batch)
+
+    def _check_pages(self, batch: Batch) -> None:
+        """Every sequence needs its pages up to that of its last row; what a table has behind them is not looked at."""
+        places = batch.positions // self.page_tokens
+        tables = batch.pages[: int(batch.sequences.max()) + 1, : int(places.max()) + 1]
+        if tables.min() < 0 or tables.max() >= self.pages:  # of a shorter sequence, maybe
+            last = np.full(len(tables), -1, np.int32)
+            np.maximum.at(last, batch.sequences, places)
+            wrong = (np.arange(tables.shape[1]) <= last[:, None]) & ((tables < 0) | (tables >= self.pages))
+            if wrong.any():
+                sequence, place = np.argwhere(wrong)[0].tolist()
+                raise ValueError(f"page {tables[sequence, place]} of sequence {sequence}, there are {self.pages} pages")
+        self.touched.update(tables[batch.sequences, places].tolist())
+
+    def tables(self, batch: Batch) -> I32:
+        """The page tables of sequences up to the last that has rows, int32 `[sequences, at most pages]`, where a device
+        has room for `max_rows` of them. Raises ValueError for more."""
+        found: I32 = batch.pages[: int(batch.sequences.max(initial=-1)) + 1, : self.pages]
+        if len(found) > self.max_rows:
+            raise ValueError(f"rows of {len(found)} sequences, at most {self.max_rows} fit")
+        return found
 
     def places(self, batch: Batch, sequence: int, count: int) -> I32:
         """Where the first `count` tokens of a sequence lie, as tokens counted over all pages, int32 `[count]`."""
@@ -58,14 +77,6 @@ class Limits:
         pages = batch.pages[batch.sequences, batch.positions // self.page_tokens]
         found: I32 = (pages * self.page_tokens + batch.positions % self.page_tokens).astype(np.int32)
         return found
-
-
-def last_positions(batch: Batch) -> dict[int, int]:
-    """The last position of each sequence that has rows."""
-    last: dict[int, int] = {}
-    for sequence, position in zip(batch.sequences.tolist(), batch.positions.tolist(), strict=True):
-        last[sequence] = max(position, last.get(sequence, 0))
-    return last
 
 
 def _inside(values: I32, limit: int, text: str) -> None:

@@ -16,6 +16,7 @@ import triton
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.batches import Limits
 from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.rows import Tensor
@@ -101,13 +102,9 @@ class Batches:
     the page tables, `pages` wide each.
     """
 
-    max_rows: int
-    max_outputs: int
-    pages: int
-    page_tokens: int
+    limits: Limits
     device: Any
     captures: bool = False
-    touched: set[int] = field(default_factory=set)
     _given: Tensor = field(init=False)
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
@@ -115,15 +112,11 @@ class Batches:
     _pool: Any = None
 
     def __post_init__(self) -> None:
-        size = 3 * self.max_rows + 4 * self.max_outputs + self.max_rows * self.pages
+        limits = self.limits
+        size = 3 * limits.max_rows + 4 * limits.max_outputs + limits.max_rows * limits.pages
         self._given = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type != "cpu")
         self._host = self._given.numpy()
         self._memory = torch.zeros(size, dtype=torch.int32, device=self.device)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that all pages hold."""
-        return self.pages * self.page_tokens
 
     @property
     def nbytes(self) -> int:
@@ -138,9 +131,10 @@ class Batches:
 
     def load(self, batch: Batch, experts: ExpertProvider | None) -> Frame:
         """Check a batch and copy it to the device. Raises ValueError for one that does not fit."""
-        rows, outputs, tables = self._check(batch)
-        used = tables.shape[0] * self.pages
-        host, r, o = self._host, self.max_rows, self.max_outputs
+        self.limits.check(batch)
+        rows, outputs, tables = len(batch.tokens), len(batch.outputs), self.limits.tables(batch)
+        host, r, o, width = self._host, self.limits.max_rows, self.limits.max_outputs, self.limits.pages
+        used = len(tables) * width
         numbers = batch.outputs
         if self._copied is not None:
             self._copied.synchronize()
@@ -151,7 +145,7 @@ class Batches:
         for index, values in enumerate(parts, start=1):
             host[3 * r + index * o : 3 * r + index * o + outputs] = values[numbers]
         head = 3 * r + 4 * o
-        host[head : head + used].reshape(-1, self.pages)[:, : tables.shape[1]] = tables
+        host[head : head + used].reshape(-1, width)[:, : tables.shape[1]] = tables
         self._memory[: head + used].copy_(self._given[: head + used], non_blocking=True)
         if self.device.type != "cpu":
             self._copied = torch.cuda.Event()
@@ -159,42 +153,11 @@ class Batches:
         return self._frame(rows, outputs, int(batch.positions.max(initial=0)) + 1, experts)
 
     def _frame(self, rows: int, outputs: int, longest: int, experts: ExpertProvider | None) -> Frame:
-        memory, r, o = self._memory, self.max_rows, self.max_outputs
+        memory, r, o = self._memory, self.limits.max_rows, self.limits.max_outputs
         first = [memory[index * r : index * r + rows] for index in range(3)]
         second = [memory[3 * r + index * o : 3 * r + index * o + outputs] for index in range(4)]
-        pages = memory[3 * r + 4 * o :].view(r, self.pages)
+        pages = memory[3 * r + 4 * o :].view(r, self.limits.pages)
         return Frame(Space(rows, *first), Space(outputs, *second[1:]), second[0], pages, longest, experts)
-
-    def _check(self, batch: Batch) -> tuple[int, int, NDArray[np.int32]]:
-        rows, outputs = len(batch.tokens), len(batch.outputs)
-        if len(batch.sequences) != rows or len(batch.positions) != rows:
-            raise ValueError("tokens, sequences and positions of a batch differ in length")
-        if rows > self.max_rows:
-            raise ValueError(f"a batch of {rows} rows, at most {self.max_rows} fit")
-        if outputs > self.max_outputs:
-            raise ValueError(f"a batch with {outputs} outputs, at most {self.max_outputs} fit")
-        _inside(batch.outputs, rows, "output row {} of a batch of {} rows")
-        _inside(batch.sequences, batch.pages.shape[0], "a row is of sequence {} of {}")
-        limit = min(batch.pages.shape[1] * self.page_tokens, self.capacity)
-        _inside(batch.positions, limit, "a row is at position {}, the page table has {} positions")
-        tables = batch.pages[: int(batch.sequences.max(initial=-1)) + 1, : self.pages]
-        if tables.shape[0] > self.max_rows:
-            raise ValueError(f"rows of {tables.shape[0]} sequences, at most {self.max_rows} fit")
-        last = np.full(tables.shape[0], -1, np.int32)
-        np.maximum.at(last, batch.sequences, batch.positions // self.page_tokens)
-        used = np.arange(tables.shape[1]) <= last[:, None]
-        wrong = used & ((tables < 0) | (tables >= self.pages))
-        if wrong.any():
-            sequence, place = np.argwhere(wrong)[0].tolist()
-            raise ValueError(f"page {tables[sequence, place]} of sequence {sequence}, there are {self.pages} pages")
-        self.touched.update(tables[batch.sequences, batch.positions // self.page_tokens].tolist())
-        return rows, outputs, tables
-
-
-def _inside(values: NDArray[np.int32], limit: int, text: str) -> None:
-    bad = values[(values < 0) | (values >= limit)]
-    if len(bad):
-        raise ValueError(text.format(int(bad[0]), limit))
 
 
 class CudaProgram:
@@ -254,7 +217,7 @@ class CudaProgram:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
         except DeviceFailed as failure:
             self._guard.failed(failure)
-            self._twin.take_over(str(failure), self._batches.touched)
+            self._twin.take_over(str(failure), self._batches.limits.touched)
             for rows, values in self._written.values():
                 self._twin.write(self._number, rows, values)
 
@@ -278,7 +241,7 @@ class CudaProgram:
             self._graphs.clear()
             self._graphs_of = self._tier.version
         blocks = triton.next_power_of_2(-(-frame.longest // BLOCK_KEYS))
-        wide = replace(frame, longest=min(blocks * BLOCK_KEYS, self._batches.capacity))
+        wide = replace(frame, longest=min(blocks * BLOCK_KEYS, self._batches.limits.capacity))
         whole = self._tier.all_here or not self._asks
         key = (frame.rows.count, frame.outputs.count, blocks, whole)
         known = self._graphs.get(key)

@@ -25,6 +25,7 @@ from picaflor.backends.api import (
     Vector,
     Weight,
 )
+from picaflor.backends.batches import Limits
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.early import EarlyRouter, RouterInputs
@@ -136,7 +137,8 @@ class CudaRecorder:
         self._ready = ready
         self._max_rows = max(max_rows, max_outputs)
         self._shift = page_tokens.bit_length() - 1
-        self._batches = Batches(max_rows, max_outputs, pages, page_tokens, device, captures)
+        self._limits = Limits(max_rows, max_outputs, pages, page_tokens)
+        self._batches = Batches(self._limits, device, captures)
         self._planes: dict[tuple[int, str], KVPlane] = {}
         self._ropes: dict[tuple[int, float], RopeTable] = {}
         self._buffers: list[Tensor] = []
@@ -172,7 +174,7 @@ class CudaRecorder:
         """A cached quantity; the same plane for the same (layer, name)."""
         key = (layer, name)
         if key not in self._planes:
-            memory = torch.zeros((self._batches.capacity, width), dtype=torch.float32, device=self._device)
+            memory = torch.zeros((self._limits.capacity, width), dtype=torch.float32, device=self._device)
             self._planes[key] = KVPlane(layer, name, width, "f32", memory)
             self._twin.planes.append(self._planes[key])
         plane = self._planes[key]
@@ -187,15 +189,15 @@ class CudaRecorder:
 
     def plane_bytes(self) -> int:
         """Bytes of all planes on the device."""
-        return self._batches.capacity * sum(plane.width for plane in self._planes.values()) * 4
+        return self._limits.capacity * sum(plane.width for plane in self._planes.values()) * 4
 
     def kv_bytes(self) -> int:
         """Bytes of key-value pages written to so far."""
-        page = self._batches.page_tokens * sum(plane.width for plane in self._planes.values()) * 4
-        return page * len(self._batches.touched)
+        page = self._limits.page_tokens * sum(plane.width for plane in self._planes.values()) * 4
+        return page * len(self._limits.touched)
 
     def _page(self, plane: KVPlane, page: int) -> F32:
-        tokens = self._batches.page_tokens
+        tokens = self._limits.page_tokens
         values: F32 = plane.handle[page * tokens : (page + 1) * tokens].cpu().numpy()
         return values
 
@@ -275,7 +277,7 @@ class CudaRecorder:
         self._select("rope")
         key = (dims, theta)
         if key not in self._ropes:
-            self._ropes[key] = RopeTable(dims, theta, self._batches.capacity, self._device)
+            self._ropes[key] = RopeTable(dims, theta, self._limits.capacity, self._device)
         table, v = self._ropes[key], _view(x)
 
         def run(frame: Frame, space: Space) -> None:

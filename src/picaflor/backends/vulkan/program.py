@@ -102,9 +102,7 @@ class FrameBuffer:
         """Check a batch and copy it. Raises ValueError for one that does not fit."""
         self._limits.check(batch)
         host, width = self._host, self._limits.pages
-        tables = batch.pages[: int(batch.sequences.max(initial=-1)) + 1, :width]
-        if len(tables) > self._limits.max_rows:
-            raise ValueError(f"rows of {len(tables)} sequences, at most {self._limits.max_rows} fit")
+        tables = self._limits.tables(batch)
         rows, outputs = len(batch.tokens), len(batch.outputs)
         host[:2] = rows, outputs
         parts = (batch.tokens, batch.sequences, batch.positions)
