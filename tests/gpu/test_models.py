@@ -6,6 +6,7 @@ Without a GPU Triton's interpreter runs the kernels, so few tokens must do.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -164,16 +165,16 @@ def test_r35_the_device_is_out_of_memory_in_a_run(times: int, expected: Any, mon
     with opened(GLM, backend="cuda", warnings=warnings) as engine:
         logits(engine, IDS[:1])
         program: Any = engine.plan.forward.program
-        allowed, failed = program._allowed, [0, 0]
+        guard, failed = program._guard, [0, 0]
 
         def fails(op: str) -> None:
             failed[1] += 1
             if failed[0] < times and failed[1] % 20 == 0:
                 failed[0] += 1
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            allowed(op)
+            guard.allowed(op)
 
-        monkeypatch.setattr(program, "_allowed", fails)
+        monkeypatch.setattr(program, "_guard", replace(guard, allowed=fails))
         if times == 1:
             assert same_bits(logits(engine, IDS[:2]), expected[:2])
         else:
