@@ -54,7 +54,7 @@ def works_in_graphs() -> bool:
     values = torch.zeros(16, device="cuda")
     graph, clock = torch.cuda.CUDAGraph(), Clock(values.device, captured=True)
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             clock.mark("first")
             values += 1
             clock.mark("second")

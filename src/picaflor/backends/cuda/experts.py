@@ -297,12 +297,18 @@ def _row_constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[s
     return {name: value for name, value in _constants(matrix, rows, prefix).items() if not name.endswith("WHOLE")}
 
 
-@lru_cache(maxsize=1)
 def overlaps() -> bool:
-    """Whether the device starts the second launch while the first one ends (NVIDIA, from sm_90 on)."""
+    """Whether the current device starts the second launch while the first one ends (NVIDIA, from sm_90 on)."""
     import torch
 
-    return native() and bool(torch.cuda.get_device_capability() >= (9, 0))
+    return native() and _overlaps(torch.cuda.current_device())
+
+
+@lru_cache(maxsize=64)
+def _overlaps(device: int) -> bool:
+    import torch
+
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def _fuses(wanted: Needs, block: int) -> bool:

@@ -19,6 +19,7 @@ from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.batches import Limits
 from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
+from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.programs import DeviceFailed, Guard
 from picaflor.errors import OutOfBudget
@@ -109,7 +110,7 @@ class Batches:
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
     _copied: Any = None
-    _pool: Any = None
+    _pool: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -123,10 +124,11 @@ class Batches:
         """Bytes on the device."""
         return int(self._host.nbytes)
 
-    def pool(self) -> Any:
-        """Memory that captured graphs share: they run one after the other and leave nothing there."""
+    def pool(self) -> tuple[Any, Any]:
+        """Memory that captured graphs share, as they run one after the other and leave nothing there, and the stream in
+        which they are captured: torch's own one is that of the device that captured first."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         return self._pool
 
     def load(self, batch: Batch, experts: ExpertProvider | None) -> Frame:
@@ -161,7 +163,10 @@ class Batches:
 
 
 class CudaProgram:
-    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails."""
+    """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
+
+    `again` brings what another device gave, where the run begins once more, here or on the host.
+    """
 
     def __init__(
         self,
@@ -185,10 +190,16 @@ class CudaProgram:
         self._graphs: dict[tuple[int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
+        self.again: Callable[[], None] = _nothing
         self._clock = Clock(batches.device)
         self._written: dict[tuple[int, int], tuple[Rows, F32]] = {}
         self._pinned: dict[tuple[int, int, int], Tensor] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a call of the device has failed and the host computes."""
+        return self._twin.active
 
     def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
         """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
@@ -196,7 +207,8 @@ class CudaProgram:
             raise ValueError("the program has experts, and no provider was given")
         started = time.perf_counter()
         if not self._twin.active:
-            self._on_device(batch, experts)
+            with current(self._batches.device):
+                self._on_device(batch, experts)
         if self._twin.active:
             self._twin.run(self._number, batch, experts)
         self._written.clear()
@@ -212,6 +224,7 @@ class CudaProgram:
                     raise
                 for rows, values in self._written.values():
                     rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
+                self.again()
                 self._run(self._batches.load(batch, experts))
         except torch.OutOfMemoryError as error:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
@@ -220,6 +233,7 @@ class CudaProgram:
             self._twin.take_over(str(failure), self._batches.limits.touched)
             for rows, values in self._written.values():
                 self._twin.write(self._number, rows, values)
+            self.again()
 
     def _run(self, frame: Frame) -> None:
         self._ready(frame.experts)
@@ -271,7 +285,8 @@ class CudaProgram:
     def _captured(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> Any:
         """A graph of these steps; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._batches.pool()):
+        pool, stream = self._batches.pool()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             self._put(frame, steps, clock)
         return graph
 
@@ -338,3 +353,7 @@ class CudaProgram:
             if kind != "other":
                 taken["other"] = max(0.0, taken["other"] - seconds)
         return taken
+
+
+def _nothing() -> None:
+    """All that a run needs is here."""

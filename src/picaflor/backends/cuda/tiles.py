@@ -116,7 +116,6 @@ def tile_of_many(count: int, groups: int, padded: int, planes: int, shared: int)
     return next((tile for tile in tiles if tile.shared_bytes(padded, planes) <= shared), smallest)
 
 
-@lru_cache(maxsize=1)
 def shared_limit() -> int:
     """Bytes of shared memory that a program may have on the current device; what is left to it by the compiler's own
     use is an eighth less."""
@@ -124,6 +123,13 @@ def shared_limit() -> int:
         return 1 << 20
     import torch
 
-    device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    most = getattr(device, "shared_memory_per_block_optin", 0) or device.shared_memory_per_block
+    return _shared_limit(torch.cuda.current_device())
+
+
+@lru_cache(maxsize=64)
+def _shared_limit(device: int) -> int:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    most = getattr(found, "shared_memory_per_block_optin", 0) or found.shared_memory_per_block
     return int(most) * 7 // 8
