@@ -285,6 +285,13 @@ void bind_experts(nb::module_& module) {
           },
           "weights"_a, "out"_a, "out_stride"_a)
       .def(
+          "pairs",
+          [](ExpertFfn& ffn, uint64_t out) {
+            const nb::gil_scoped_release release;
+            ffn.pairs(reinterpret_cast<float*>(out));
+          },
+          "out"_a, "Instead of finish: the single rows of chosen pairs, out [rows][top_k][hidden].")
+      .def(
           "use", [](ExpertFfn& ffn, const std::string& isa) { ffn.use(kernels_for(isa)); }, "isa"_a,
           "The instruction set of the next begin, run or finish.")
       .def_prop_ro("workspace_bytes", &ExpertFfn::workspace_bytes)

@@ -380,7 +380,7 @@ void ExpertFfn::run(const int32_t* ids, const uint64_t* addresses, int64_t count
   }
 }
 
-void ExpertFfn::finish(const float* weights, float* out, int64_t out_stride) {
+void ExpertFfn::check_done() const {
   if (layer_ == nullptr) {
     throw std::invalid_argument("experts were finished before a call was begun");
   }
@@ -389,6 +389,24 @@ void ExpertFfn::finish(const float* weights, float* out, int64_t out_stride) {
       throw std::invalid_argument("expert " + std::to_string(expert.id) + " was not computed");
     }
   }
+}
+
+void ExpertFfn::pairs(float* out) {
+  check_done();
+  const auto copy_row = [&](int64_t row) {
+    for (int64_t i = row * sizes_.top_k; i < (row + 1) * sizes_.top_k; ++i) {
+      const int32_t place = pair_place_[static_cast<size_t>(i)];
+      if (place != kNone) {
+        std::copy_n(outputs_.as<float>() + place * sizes_.hidden, sizes_.hidden, out + i * sizes_.hidden);
+      }
+    }
+  };
+  layer_ = nullptr;
+  run_alone_or_shared(rows_, rows_ * sizes_.top_k * sizes_.hidden <= kAloneFloats, copy_row);
+}
+
+void ExpertFfn::finish(const float* weights, float* out, int64_t out_stride) {
+  check_done();
   const auto add_row = [&](int64_t row) {
     float* sum = out + row * out_stride;
     std::fill_n(sum, sizes_.hidden, 0.0f);

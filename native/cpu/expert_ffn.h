@@ -58,6 +58,10 @@ class ExpertFfn {
   // out[row] = fma(weights[row][k], expert's row, out[row]), k ascending from 0. All experts must have run.
   void finish(const float* weights, float* out, int64_t out_stride);
 
+  // Instead of `finish`: out [rows][top_k][hidden] gets the rows of chosen pairs, others are left alone. All experts
+  // must have run. Added up by fma in routing order they give what `finish` gives.
+  void pairs(float* out);
+
   // From now on by these kernels; prepared rows and outputs are the same bits for every table.
   void use(const KernelTable* kernels) { kernels_ = kernels; }
 
@@ -119,6 +123,7 @@ class ExpertFfn {
   void check_layout(const SlotLayout& layout) const;
   void check_matrix(const SlotMatrix& matrix, const char* name, int64_t rows, int64_t cols) const;
   void sort_pairs(const int32_t* ids);
+  void check_done() const;
   PreparedRows& prepared(const XSpec& spec);
   void prepare_rows(const std::vector<Part>& parts);
   std::vector<Part> plan(const int32_t* ids, const uint64_t* addresses, int64_t count);

@@ -189,6 +189,38 @@ def test_same_bits_however_it_is_cut(experts: list[Expert], batch: tuple[F32, ND
             assert same_bits(run(experts, x[part], ids[part], weights[part], planes=planes), expected[part].copy())
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_single_results_add_up_to_the_sum(
+    threads: int, experts: list[Expert], batch: tuple[F32, NDArray[np.int32], F32]
+) -> None:
+    """`pairs`: rows of chosen pairs only; those of two calls, added in routing order, are what `finish` gives."""
+    x, ids, weights = batch
+    ffn = _native.ExpertFfn(_native.Pool(threads), "auto", 2, HIDDEN, INNER, ROWS, TOP_K)
+    layer = ffn.add_layer([expert.layout for expert in experts])
+    single = np.full((ROWS, TOP_K, HIDDEN), 7, np.float32)
+    done = np.zeros_like(ids, bool)
+    for here in (lambda e: e % 2 == 0, lambda e: e % 2 == 1):
+        part = np.where(here(ids), ids, -1).astype(np.int32)
+        wanted = ffn.begin(layer, x.ctypes.data, HIDDEN, part.ctypes.data, ROWS)
+        assert set(wanted.tolist()) == set(part[part >= 0].tolist())
+        with pytest.raises(ValueError, match=f"expert {wanted[0]} was not computed"):
+            ffn.pairs(single.ctypes.data)
+        ffn.run(wanted, np.array([experts[e].slot.ctypes.data for e in wanted], np.uint64))
+        ffn.pairs(single.ctypes.data)
+        done |= here(ids)
+        assert (single[~done] == 7).all()
+        assert not (single[done] == 7).all(axis=-1).any()
+    with pytest.raises(ValueError, match="before a call was begun"):
+        ffn.pairs(single.ctypes.data)
+    expected = run(experts, x, ids, weights)
+    for row in (0, 7, 20):
+        found = np.zeros(HIDDEN, np.float32)
+        for k in range(TOP_K):
+            terms = zip(single[row, k], found, strict=True)
+            found = np.array([fma(weights[row, k], y, total) for y, total in terms], np.float32)
+        assert same_bits(found, expected[row].copy())
+
+
 def test_long_batches_go_in_parts(experts: list[Expert]) -> None:
     """More pairs than one part holds, rows far apart and more rows than are gathered at once."""
     rng = np.random.default_rng(4)
