@@ -5,7 +5,30 @@ Knows rows, weights and specs; must not know any backend, kernel or model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
 from picaflor.backends.api import GQA, MLA, KVPlane, RopeStyle, RouterSpec, Rows, Vector, Weight
+
+FIRST_WRITTEN: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "embed": 1,
+        "rmsnorm": 2,
+        "layernorm": 3,
+        "matmul": 2,
+        "rope": 0,
+        "add": 0,
+        "silu_mul": 2,
+        "select_outputs": 1,
+        "kv_write": 1,
+        "index_select": 3,
+        "attention": 1,
+        "router": 2,
+        "experts": 3,
+    }
+)
+"""By operation of a recorder, the first of its arguments that it writes to; the rows behind it are written too."""
 
 
 def check(right: bool, text: str) -> None:

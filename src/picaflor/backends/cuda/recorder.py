@@ -5,10 +5,9 @@ Knows shapes, buffers of torch and the modules that launch; must not know famili
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,27 +37,9 @@ from picaflor.backends.cuda.tier import ExpertTier, HeldLayer
 from picaflor.backends.cuda.weights import HeldMatrix
 from picaflor.backends.host import FINISH, Call, HostTwin
 from picaflor.backends.programs import Guard
+from picaflor.backends.shapes import FIRST_WRITTEN
 from picaflor.backends.table import NO_FORMAT, CapabilityTable
 from picaflor.formats.base import F32
-
-_FIRST_WRITTEN: Final[Mapping[str, int]] = MappingProxyType(
-    {
-        "embed": 1,
-        "rmsnorm": 2,
-        "layernorm": 3,
-        "matmul": 2,
-        "rope": 0,
-        "add": 0,
-        "silu_mul": 2,
-        "select_outputs": 1,
-        "kv_write": 1,
-        "index_select": 3,
-        "attention": 1,
-        "router": 2,
-        "expert_ffn": 3,
-    }
-)
-"""By operation, the first of its arguments that it writes to; the rows behind it are written too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -514,7 +495,7 @@ class CudaRecorder:
         """Keep a step, and for the host the call `name` (that of the operation where it is left out)."""
         self._twin.calls.append(Call(name or op, arguments, options or {}))
         self._steps.append(Step(op, kind, self._outputs, run))
-        written = (word for word in arguments[_FIRST_WRITTEN[op] :] if isinstance(word, Rows))
+        written = (word for word in arguments[FIRST_WRITTEN[name or op] :] if isinstance(word, Rows))
         changed = {id(rows.handle) for rows in written}
         self._prepared = {key for key in self._prepared if key[0] not in changed}
 

@@ -6,8 +6,7 @@ Knows buffers, held matrices and the modules that compute; must not know familie
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,9 @@ from picaflor.backends.metal.products import product
 from picaflor.backends.metal.program import MetalProgram
 from picaflor.backends.metal.weights import HeldMatrix
 from picaflor.backends.recording import DeviceRecorder, Run
+from picaflor.backends.shapes import FIRST_WRITTEN
 from picaflor.backends.table import CapabilityTable
 from picaflor.formats.base import F32
-
-_FIRST_WRITTEN: Final[Mapping[str, int]] = MappingProxyType(
-    {"embed": 1, "rmsnorm": 2, "layernorm": 3, "matmul": 2, "rope": 0, "add": 0, "silu_mul": 2, "router": 2,
-     "experts": 3}
-)  # fmt: skip
-"""By operation that the host can do, the first of its arguments that it writes to; the rows behind it too."""
 
 
 class MetalRecorder(DeviceRecorder):
@@ -109,7 +103,7 @@ class MetalRecorder(DeviceRecorder):
         """A program of one operation: rows go to the host, what it wrote comes back."""
         outputs = self._outputs
         given = [word for word in call.arguments if isinstance(word, Rows)]
-        written = [word for word in call.arguments[_FIRST_WRITTEN[call.name] :] if isinstance(word, Rows)]
+        written = [word for word in call.arguments[FIRST_WRITTEN[call.name] :] if isinstance(word, Rows)]
         twin = self._host()
         buffers = {id(part.handle): whole(part) for part in given}
         twin.calls = [Call("rows", (part, part.width, part.dtype), {}) for part in buffers.values()]

@@ -16,7 +16,7 @@ from picaflor.backends.batches import Limits, rope_lines
 from picaflor.backends.host import Call, HostTwin
 from picaflor.backends.programs import Guard
 from picaflor.backends.recording import DeviceRecorder, Run
-from picaflor.backends.shapes import check
+from picaflor.backends.shapes import FIRST_WRITTEN, check
 from picaflor.backends.table import CapabilityTable
 from picaflor.backends.vulkan import attention, rows
 from picaflor.backends.vulkan.attending import Room, attend_latents, attend_queries, rounded
@@ -48,11 +48,6 @@ from picaflor.formats.numeric import ceil_div
 
 SCRATCH_BYTES: Final = 64 << 20
 """Most memory for one chunk's blocks of attention, or scores of the indexer."""
-_FIRST_WRITTEN: Final = {
-    "embed": 1, "rmsnorm": 2, "layernorm": 3, "matmul": 2, "rope": 0, "add": 0, "silu_mul": 2, "select_outputs": 1,
-    "kv_write": 1, "index_select": 3, "attention": 1, "router": 2, "experts": 3,
-}  # fmt: skip
-"""By operation, the first of its arguments that it writes to; the rows behind it are written too."""
 
 
 class RopeTable:
@@ -146,7 +141,7 @@ class VulkanRecorder(DeviceRecorder):
     def make(self, op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Run:
         """The launches of an operation."""
         run: Run = getattr(self, f"_make_{op}")(*arguments, **options)
-        written = {id(word.handle) for word in arguments[_FIRST_WRITTEN[op] :] if isinstance(word, Rows)}
+        written = {id(word.handle) for word in arguments[FIRST_WRITTEN[op] :] if isinstance(word, Rows)}
         self._fresh = {key for key in self._fresh if key[0] not in written}
         return run
 
