@@ -1,6 +1,7 @@
 """What the name of a matrix or a vector tells of its place in a model.
 
-Knows how names are put together; must not know families, files or devices.
+Knows how names are put together; must not know families, files or devices. Names are those that models ask for, which
+begin with `model.` whatever a file puts there.
 """
 
 from __future__ import annotations
