@@ -24,6 +24,9 @@ SOME = (
     "index_select: NaN",
     "row_axpy fp8-e4m3-b128: kv_b rank 201",
     "row_axpy int3-g64: kv_b rank 200",
+    "row_axpy int4-grouped: kv_b gs 16 rank 201",
+    "row_axpy int4-grouped: kv_b gs 128 rank 200",
+    "row_axpy int8-row: kv_b rank 200",
 )
 
 

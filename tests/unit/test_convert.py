@@ -151,6 +151,8 @@ def test_every_group_size_is_written_and_read_back(
         ({"group_size": 100}, "--group-size 100: int4-grouped is read in groups of 16, 32"),
         ({"experts": "mxfp4"}, "format 'mxfp4' for routed experts: accepted: f32, "),
         ({"resident": "int5"}, "format 'int5' for resident matrices: accepted: f32, "),
+        ({"kv_b": "int5"}, "format 'int5' for kv_b: accepted: f32, "),
+        ({"kv_b": "e8-iq3-lattice"}, "format e8-iq3-lattice for kv_b: it is for routed experts only"),
         ({"resident": "e8-iq3-lattice"}, "it is for routed experts only"),
     ],
 )
@@ -412,6 +414,37 @@ def test_another_group_size_is_another_format(checkpoint: Path, tmp_path: Path) 
     planes = tuple(np.frombuffer(first[key], np.uint8) for key in (name, name + ".qs"))
     decoded = formats.get("int4-grouped").decode(planes, 64, 256, 32)
     assert encoded(name, decoded, "int4-grouped", 128) == {key: second[key] for key in (name, name + ".qs")}
+
+
+@pytest.mark.parametrize("form", ["int8-row", "int4-row", "f32"])
+def test_one_class_of_a_container_is_written_again_in_another_format(
+    checkpoint: Path, tmp_path: Path, form: str
+) -> None:
+    """kv_b alone: it is the encoding of what the container held, and no other byte changes."""
+    convert(checkpoint, tmp_path / "first")
+    words = ["convert", str(tmp_path / "first"), str(tmp_path / "second"), "--kv-b-format", form]
+    assert run_command_line(words) == 0
+    first, second = contents(tmp_path / "first"), contents(tmp_path / "second")
+    names = [f"model.layers.{layer}.self_attn.kv_b_proj.weight" for layer in range(tiny.LAYERS)]
+    changed = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    assert changed == {key for key in first.keys() | second.keys() if key.startswith(tuple(names))}
+    for name in names:
+        planes = tuple(np.frombuffer(first[key], np.uint8) for key in (name, name + ".qs"))
+        decoded = formats.get("int4-grouped").decode(planes, 128, 96, 64)
+        wanted = encoded(name, decoded, form, 0)
+        assert {key: second[key] for key in second if key.startswith(name)} == wanted
+    with Container.open(tmp_path / "second") as container:
+        found = open_model(container)[1].matrices
+        assert {found[name].format for name in names} == {form}
+
+
+def test_a_class_that_a_family_has_not_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.write_checkpoint(tmp_path / "qwen", tiny.QWEN, tiny.random_weights(tiny.qwen_shapes()))
+    assert run_command_line(["convert", str(source), str(tmp_path / "x"), "--dry-run", "--kv-b-format", "f32"]) == 0
+    assert "--kv-b-format f32 has no effect: qwen3_moe has no kv_b_proj" in capsys.readouterr().err
+    words = ["convert", str(source), str(tmp_path / "x"), "--relayout", "--kv-b-format", "f32"]
+    assert run_command_line(words) == 2
+    assert "--kv-b-format does not go with --relayout" in capsys.readouterr().err
 
 
 def test_e8_is_turned_back_before_it_is_encoded_again(

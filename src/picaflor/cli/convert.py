@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     "resident",
     help="Format of attention, dense layers and shared experts. Default: int4-grouped.",
 )
+@click.option("--kv-b-format", "kv_b", help="Format of kv_b_proj alone. Default: that of the rest of attention.")
 @click.option("--source-group-size", type=click.IntRange(min=1), help="Group size of a source that does not state it.")
 @click.option("--shard-size", default="5GB", metavar="SIZE", help="Most bytes of a file. Default: 5GB.")
 @click.option("--mtp/--no-mtp", default=True, help="Keep the draft layer, in int8-row. Default: keep.")
@@ -50,6 +51,7 @@ def command(
     relayout: bool,
     experts: str | None,
     resident: str | None,
+    kv_b: str | None,
     source_group_size: int | None,
     shard_size: str,
     mtp: bool,
@@ -79,10 +81,10 @@ def command(
     try:
         report: RelayoutReport | ConvertReport
         if relayout:
-            _check_lossless(experts, resident, mtp, settings)
+            _check_lossless({"--format": experts, "--resident-format": resident, "--kv-b-format": kv_b}, mtp, settings)
             report = _relayout(source, out, common, dry_run, line)
         else:
-            policy = _policy(experts, resident, settings, line.warn)
+            policy = _policy(experts, resident, kv_b, settings, line.warn)
             report = _convert(source, out, common | {"policy": policy, "draft": mtp}, dry_run, line)
     finally:
         line.clear()
@@ -117,7 +119,9 @@ def _relayout(source: Path, out: Path, options: Mapping[str, Any], dry_run: bool
     return relayout(source, out, JobOptions(**options), dry_run=dry_run, progress=line, warn=line.warn)
 
 
-def _policy(experts: str | None, resident: str | None, settings: Settings, warn: Callable[[str], None]) -> Policy:
+def _policy(
+    experts: str | None, resident: str | None, kv_b: str | None, settings: Settings, warn: Callable[[str], None]
+) -> Policy:
     """The formats that were asked for; one line for a group size that none of them has."""
     from picaflor import formats
     from picaflor.convert.policy import DEFAULT_FORMAT, DEFAULT_GROUP_SIZE, Policy
@@ -125,19 +129,19 @@ def _policy(experts: str | None, resident: str | None, settings: Settings, warn:
     policy = Policy(
         experts=experts or DEFAULT_FORMAT,
         resident=resident or DEFAULT_FORMAT,
+        kv_b=kv_b,
         group_size=settings.group_size or DEFAULT_GROUP_SIZE,
     )
-    written = (policy.experts, policy.resident)
+    written = (policy.experts, policy.resident, policy.kv_b or policy.resident)
     if settings.group_size is not None and not any(formats.get(name).group_sizes for name in written):
         warn(f"--group-size {settings.group_size} has no effect: nothing is written in {DEFAULT_FORMAT}")
     return policy
 
 
-def _check_lossless(experts: str | None, resident: str | None, mtp: bool, settings: Settings) -> None:
+def _check_lossless(formats: Mapping[str, str | None], mtp: bool, settings: Settings) -> None:
     """Raises UsageError for an option that would change what is copied."""
     given = {
-        "--format": experts is not None,
-        "--resident-format": resident is not None,
+        **{flag: name is not None for flag, name in formats.items()},
         "--no-mtp": not mtp,
         "--group-size": settings.group_size is not None,
     }

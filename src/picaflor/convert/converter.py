@@ -81,6 +81,9 @@ def convert(
     target = Target(out, [source, *options.split])
     with opened(source, options, warn) as found:
         job = _Job(found, options)
+        kv_b = options.policy.kv_b
+        if kv_b is not None and not any(matrix.spec.kind == "kv_b" for matrix in job.plan.matrices()):
+            found.notices.tell(f"--kv-b-format {kv_b} has no effect: {found.model.family} has no kv_b_proj")
         free, needed = target.free_bytes, target.needed_bytes(job.plan.nbytes)
         quality = None
         if not dry_run:

@@ -32,7 +32,8 @@ def encodable() -> tuple[str, ...]:
 class Policy:
     """Formats by class; the defaults are what every published container of this kind uses.
 
-    `experts`: routed experts. `resident`: attention, dense layers, shared experts. `tables`: embedding and head.
+    `experts`: routed experts. `resident`: attention, dense layers, shared experts. `kv_b`: the matrix of attention that
+    turns latents into keys and values, None: as `resident`. `tables`: embedding and head.
     `indexer`, and `draft`: every matrix of the draft layer, whose input projection has halves that differ 20-fold and
     loses one of them in four bits a row. Routers and vectors are always f32. Raises UsageError for a format that
     cannot be written there and for a group size that the readers do not know.
@@ -44,11 +45,13 @@ class Policy:
     indexer: str = "int8-row"
     draft: str = "int8-row"
     group_size: int = DEFAULT_GROUP_SIZE
+    kv_b: str | None = None
 
     def __post_init__(self) -> None:
         names = {
             "routed experts": self.experts,
             "resident matrices": self.resident,
+            "kv_b": self.kv_b or self.resident,
             "embedding and head": self.tables,
             "the indexer": self.indexer,
             "the draft layer": self.draft,
@@ -80,5 +83,7 @@ class Policy:
                 return self.tables
             case "indexer":
                 return self.indexer
-            case "attention" | "kv_b" | "dense" | "shared":
+            case "kv_b":
+                return self.kv_b or self.resident
+            case "attention" | "dense" | "shared":
                 return self.resident
