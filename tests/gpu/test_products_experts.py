@@ -32,6 +32,13 @@ LAYERS: dict[str, list[Kind]] = {
     "g64": [(G64, G64, ("int4-grouped", 32))] * EXPERTS,
     "row": [(("int4-row", 0), ("int4-row", 0), ("int4-row", 0))] * EXPERTS,
     "e8": [(("e8-iq3-lattice", 0),) * 3] * EXPERTS,
+    "rows": [
+        (G64, ("int4-row", 0), ("int4-grouped", 128)),
+        (("int4-row", 0), ("int4-grouped", 48), ("f32", 0)),
+        (("f32", 0), ("bf16", 0), ("int4-row", 0)),
+        (("int4-row", 0),) * 3,
+        (G64, ("int4-row", 0), ("int4-grouped", 128)),
+    ],
     "mixed": [
         (G64, G16, G64),
         (("int3-g64", 0), I8, ("mxfp4", 0)),
@@ -45,11 +52,11 @@ if interpret.active():
     interpret.round_once()
 
 
-def make_expert(seed: int, kind: Kind) -> tuple[ExpertLayout, Any]:
-    """gate and up `[INNER, HIDDEN]`, down `[HIDDEN, INNER]` in one slot; planes at multiples of 16."""
+def make_expert(seed: int, kind: Kind, hidden: int = HIDDEN, inner: int = INNER) -> tuple[ExpertLayout, Any]:
+    """gate and up `[inner, hidden]`, down `[hidden, inner]` in one slot; planes at multiples of 16."""
     parts, matrices, at = [], [], 0
     for index, (name, group) in enumerate(kind):
-        rows, cols = (HIDDEN, INNER) if index == 2 else (INNER, HIDDEN)
+        rows, cols = (hidden, inner) if index == 2 else (inner, hidden)
         form = formats.REGISTRY[name]
         rng = np.random.default_rng([seed, index])
         planes = form.sample(rng, rows, cols, group)
@@ -74,7 +81,8 @@ def make_expert(seed: int, kind: Kind) -> tuple[ExpertLayout, Any]:
 
 def on_the_cpu(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32, planes: int) -> F32:
     """The native operation."""
-    ffn = _native.ExpertFfn(_native.Pool(1), "auto", planes, HIDDEN, INNER, len(x), TOP_K)
+    hidden, inner = x.shape[1], made[0][0].gate.rows
+    ffn = _native.ExpertFfn(_native.Pool(1), "auto", planes, hidden, inner, len(x), ids.shape[1])
     layer = ffn.add_layer(
         [
             [
@@ -86,31 +94,54 @@ def on_the_cpu(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: 
     )
     wanted = ffn.begin(layer, x.ctypes.data, x.strides[0] // 4, ids.ctypes.data, len(x))
     ffn.run(wanted, np.array([made[e][1].ctypes.data for e in wanted], np.uint64))
-    out = np.empty((len(x), HIDDEN), np.float32)
-    ffn.finish(weights.ctypes.data, out.ctypes.data, HIDDEN)
+    out = np.empty((len(x), hidden), np.float32)
+    ffn.finish(weights.ctypes.data, out.ctypes.data, hidden)
     return out
+
+
+def compare(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32) -> None:
+    """With and without the counters."""
+    slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
+    layouts = [layout for layout, _ in made]
+    expected = on_the_cpu(made, x, ids, weights, 2)
+    table = device_experts.table_for(layouts, [slot.data_ptr() for slot in slots], DEVICE)
+    room = device_experts.counters(ids.size, layouts[0].gate.rows, x.shape[1])
+    arrived = torch.zeros(room, dtype=torch.int32, device=DEVICE)
+    arguments = [torch.from_numpy(a).to(DEVICE) for a in (x, ids, weights)]
+    for counters in (arrived, None):
+        out = torch.full(x.shape, float("nan"), device=DEVICE)
+        device_experts.expert_ffn(*arguments, table, out, "standard", arrived=counters)
+        assert (out.cpu().numpy() == expected).all()
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("count", [1, 3, 13])
 def test_experts_equal_the_cpu(layer: str, count: int) -> None:
-    """Summed where one kind is in the layer, pair by pair where there are more; with and without the counters."""
+    """Summed where one kind is in the layer, pair by pair where there are more."""
     made = [make_expert(number, kind) for number, kind in enumerate(LAYERS[layer])]
-    slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
-    layouts = [layout for layout, _ in made]
     rng = np.random.default_rng(11)
     x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(count)]).astype(np.int32)
-    weights = rng.random((count, TOP_K), np.float32)
-    expected = on_the_cpu(made, x, ids, weights, 2)
-    table = device_experts.table_for(layouts, [slot.data_ptr() for slot in slots], DEVICE)
-    arrived = torch.zeros(device_experts.counters(count * TOP_K, INNER, HIDDEN), dtype=torch.int32, device=DEVICE)
-    arguments = [torch.from_numpy(a).to(DEVICE) for a in (x, ids, weights)]
-    for counters in (arrived, None):
-        out = torch.full((count, HIDDEN), float("nan"), device=DEVICE)
-        device_experts.expert_ffn(*arguments, table, out, "standard", arrived=counters)
-        assert (out.cpu().numpy() == expected).all()
-    assert not arrived.any()
+    compare(made, x, ids, rng.random((count, TOP_K), np.float32))
+
+
+@pytest.mark.parametrize("trial", range(50) if torch.cuda.is_available() else (1, 3))
+def test_three_experts_with_a_tail_and_a_row_member(trial: int) -> None:
+    """Groups of 64 over 200 inputs end in one of 8; group sizes differ; one expert has a scale per row. 1 to 4 rows."""
+    rng = np.random.default_rng([13, trial])
+    sizes = rng.permutation([16, 32, 48, 64, 96, 128])
+    kinds: list[Kind] = [
+        (("int4-grouped", 64),) * 3,
+        (("int4-grouped", int(sizes[0])), ("int4-grouped", int(sizes[1])), ("int4-grouped", int(sizes[2]))),
+        (("int4-row", 0),) * 3,
+    ]
+    made = [make_expert(100 * trial + number, kind, 200, 72) for number, kind in enumerate(kinds)]
+    count = 1 + trial % 4
+    x = rng.standard_normal((count, 200)).astype(np.float32)
+    x[:, 5] = 50  # an outlier in the first group
+    ids = np.stack([rng.permutation(3) for _ in range(count)]).astype(np.int32)
+    compare(made, x, ids, rng.random((count, 3), np.float32))
 
 
 def test_missing_experts_are_left_to_others() -> None:
