@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-import triton
 from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, ExpertProvider, Rows
@@ -50,6 +49,16 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """How much a batch has: rows, output rows, sequences with page tables; rows see up to `longest` positions."""
+
+    rows: int
+    outputs: int
+    sequences: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """One batch on the device. `outputs` has the output rows, `numbers` their numbers among `rows`."""
 
@@ -84,6 +93,10 @@ class Part:
     replays: int = 0
     lasts: Mapping[str, float] = field(default_factory=dict)
 
+    def replays_only(self) -> bool:
+        """Whether it was captured and is not to be measured now."""
+        return self.captured is not None and (self.age != MEASURED_REPLAY - 1 or not works_in_graphs())
+
 
 def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
     """Calls of experts alone, what lies between them together."""
@@ -97,7 +110,7 @@ def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
 
 @dataclass(slots=True)
 class Batches:
-    """Where batches lie on the device: one buffer of int32, filled by one copy.
+    """Where batches lie on the device: one buffer of int32, filled by one copy of what was put on the host side.
 
     Order: tokens, sequences, positions of all rows, then output numbers and the same three of the output rows, then
     the page tables, `pages` wide each.
@@ -109,7 +122,7 @@ class Batches:
     _given: Tensor = field(init=False)
     _host: NDArray[np.int32] = field(init=False)
     _memory: Tensor = field(init=False)
-    _copied: Any = None
+    _read: Any = None
     _pool: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -131,35 +144,51 @@ class Batches:
             self._pool = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         return self._pool
 
-    def load(self, batch: Batch, experts: ExpertProvider | None) -> Frame:
-        """Check a batch and copy it to the device. Raises ValueError for one that does not fit."""
-        self.limits.check(batch)
-        rows, outputs, tables = len(batch.tokens), len(batch.outputs), self.limits.tables(batch)
-        host, r, o, width = self._host, self.limits.max_rows, self.limits.max_outputs, self.limits.pages
-        used = len(tables) * width
-        numbers = batch.outputs
-        if self._copied is not None:
-            self._copied.synchronize()
-        parts = (batch.tokens, batch.sequences, batch.positions)
-        for index, values in enumerate(parts):
+    def put(self, batch: Batch) -> Size:
+        """Check a batch and put it where copies start from. Raises ValueError for one that does not fit."""
+        limits, host = self.limits, self._host
+        limits.check(batch)
+        tables = limits.tables(batch)
+        r, o, width = limits.max_rows, limits.max_outputs, limits.pages
+        rows, numbers = len(batch.tokens), batch.outputs
+        outputs = len(numbers)
+        if self._read is not None:
+            self._read.synchronize()
+        at = 3 * r
+        host[at : at + outputs] = numbers
+        for index, values in enumerate((batch.tokens, batch.sequences, batch.positions)):
             host[index * r : index * r + rows] = values
-        host[3 * r : 3 * r + outputs] = numbers
-        for index, values in enumerate(parts, start=1):
-            host[3 * r + index * o : 3 * r + index * o + outputs] = values[numbers]
-        head = 3 * r + 4 * o
-        host[head : head + used].reshape(-1, width)[:, : tables.shape[1]] = tables
-        self._memory[: head + used].copy_(self._given[: head + used], non_blocking=True)
-        if self.device.type != "cpu":
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return self._frame(rows, outputs, int(batch.positions.max(initial=0)) + 1, experts)
+            at += o
+            host[at : at + outputs] = values[numbers]
+        head = self._head()
+        host[head : head + len(tables) * width].reshape(-1, width)[:, : tables.shape[1]] = tables
+        return Size(rows, outputs, len(tables), int(batch.positions.max(initial=0)) + 1)
 
-    def _frame(self, rows: int, outputs: int, longest: int, experts: ExpertProvider | None) -> Frame:
+    def send(self, size: Size) -> None:
+        """Copy what was put there to the device; may be captured."""
+        used = self._head() + size.sequences * self.limits.pages
+        self._memory[:used].copy_(self._given[:used], non_blocking=True)
+
+    def sent(self) -> None:
+        """What was given to the device so far reads the host's side: the next batch is put there when it is done."""
+        if self.device.type != "cpu":
+            if self._read is None:
+                self._read = torch.cuda.Event()
+            self._read.record()
+
+    def frame(self, size: Size, experts: ExpertProvider | None) -> Frame:
+        """Where the batch lies on the device."""
         memory, r, o = self._memory, self.limits.max_rows, self.limits.max_outputs
-        first = [memory[index * r : index * r + rows] for index in range(3)]
-        second = [memory[3 * r + index * o : 3 * r + index * o + outputs] for index in range(4)]
-        pages = memory[3 * r + 4 * o :].view(r, self.limits.pages)
-        return Frame(Space(rows, *first), Space(outputs, *second[1:]), second[0], pages, longest, experts)
+        first = [memory[index * r : index * r + size.rows] for index in range(3)]
+        second = [memory[3 * r + index * o : 3 * r + index * o + size.outputs] for index in range(4)]
+        pages = memory[self._head() :].view(r, self.limits.pages)
+        return Frame(
+            Space(size.rows, *first), Space(size.outputs, *second[1:]), second[0], pages, size.longest, experts
+        )
+
+    def _head(self) -> int:
+        """Where page tables begin."""
+        return 3 * self.limits.max_rows + 4 * self.limits.max_outputs
 
 
 class CudaProgram:
@@ -187,7 +216,7 @@ class CudaProgram:
         self._ready = ready
         self._tier = tier
         self._asks = any(step.op == EXPERTS for step in steps)
-        self._graphs: dict[tuple[int, int, int, bool], list[Part]] = {}
+        self._graphs: dict[tuple[int, int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
         self.again: Callable[[], None] = _nothing
@@ -218,14 +247,14 @@ class CudaProgram:
         """Run, a second time with fewer experts on the device where its memory was too small; or hand over."""
         try:
             try:
-                self._run(self._batches.load(batch, experts))
+                self._run(self._batches.put(batch), experts)
             except torch.OutOfMemoryError:
                 if not self._tier.shrink():
                     raise
                 for rows, values in self._written.values():
                     rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
                 self.again()
-                self._run(self._batches.load(batch, experts))
+                self._run(self._batches.put(batch), experts)
         except torch.OutOfMemoryError as error:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
         except DeviceFailed as failure:
@@ -235,58 +264,80 @@ class CudaProgram:
                 self._twin.write(self._number, rows, values)
             self.again()
 
-    def _run(self, frame: Frame) -> None:
-        self._ready(frame.experts)
-        if self._capturable(frame):
-            self._replay(frame)
+    def _run(self, size: Size, experts: ExpertProvider | None) -> None:
+        self._ready(experts)
+        if self._batches.captures and 0 < size.rows <= GRAPH_ROWS:
+            self._replay(size, experts)
         else:
-            self._launch(frame, self._steps)
+            self._batches.send(size)
+            self._batches.sent()
+            self._launch(self._batches.frame(size, experts), self._steps)
 
-    def _capturable(self, frame: Frame) -> bool:
-        """Whether captured graphs can do it: few rows, on a device that has them."""
-        return self._batches.captures and 0 < frame.rows.count <= GRAPH_ROWS
-
-    def _replay(self, frame: Frame) -> None:
-        """Run by captured graphs: one where all experts are here, else one between any two calls of experts.
+    def _replay(self, size: Size, experts: ExpertProvider | None) -> None:
+        """Run by captured graphs: one where all experts are here, which brings the batch too, else one between any two
+        calls of experts.
 
         The first call of a size runs eagerly, the second is captured as it runs, later ones replay.
         """
         if self._graphs_of != self._tier.version:
             self._graphs.clear()
             self._graphs_of = self._tier.version
-        blocks = triton.next_power_of_2(-(-frame.longest // BLOCK_KEYS))
-        wide = replace(frame, longest=min(blocks * BLOCK_KEYS, self._batches.limits.capacity))
         whole = self._tier.all_here or not self._asks
-        key = (frame.rows.count, frame.outputs.count, blocks, whole)
+        blocks = (size.longest - 1) // BLOCK_KEYS
+        blocks = 1 << blocks.bit_length()  # the next power of two
+        key = (size.rows, size.outputs, size.sequences, blocks, whole)
         known = self._graphs.get(key)
+        if whole and known is not None and known[0].replays_only():
+            self._again(known[0])
+            return
+        wide = replace(size, longest=min(blocks * BLOCK_KEYS, self._batches.limits.capacity))
+        frame = self._batches.frame(wide, experts)
+        if known is None or not whole:
+            self._batches.send(wide)
+            self._batches.sent()
         if known is None:
-            self._launch(wide, self._steps)
+            self._launch(frame, self._steps)
             self._graphs[key] = [Part(steps) for steps in ([self._steps] if whole else _parts(self._steps))]
             return
         for part in known:
             if not whole and part.steps[0].op == EXPERTS:
-                self._launch(wide, part.steps)
-                continue
-            part.age += 1
-            part.replays += 1
-            self.replays += 1
-            if part.captured is None:
-                part.captured = self._captured(wide, part.steps, None)
-                part.captured.replay()
-            elif part.age == MEASURED_REPLAY and works_in_graphs():
-                clock = Clock(self._batches.device, captured=True)
-                self._captured(wide, part.steps, clock).replay()
-                part.lasts = clock.take()
+                self._launch(frame, part.steps)
+            elif part.replays_only():
+                self._again(part)
             else:
-                part.captured.replay()
-                for step in part.steps:  # while the device computes
-                    self._guard.allowed(step.op)
+                self._first_times(part, frame, wide if whole else None)
 
-    def _captured(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> Any:
-        """A graph of these steps; nothing is computed yet."""
+    def _again(self, part: Part) -> None:
+        """Replay a captured graph."""
+        part.captured.replay()
+        self._batches.sent()
+        part.age += 1
+        part.replays += 1
+        self.replays += 1
+        for step in part.steps:  # while the device computes
+            self._guard.allowed(step.op)
+
+    def _first_times(self, part: Part, frame: Frame, brings: Size | None) -> None:
+        """Capture a graph and replay it, or one that tells its seconds; `brings`: and the batch comes with it."""
+        clock = Clock(self._batches.device, captured=True) if part.captured is not None else None
+        captured = self._captured(frame, part.steps, clock, brings)
+        captured.replay()
+        self._batches.sent()
+        if clock is None:
+            part.captured = captured
+        else:
+            part.lasts = clock.take()
+        part.age += 1
+        part.replays += 1
+        self.replays += 1
+
+    def _captured(self, frame: Frame, steps: Sequence[Step], clock: Clock | None, brings: Size | None) -> Any:
+        """A graph of these steps, behind the copy of a batch where it brings one; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         pool, stream = self._batches.pool()
         with torch.cuda.graph(graph, pool=pool, stream=stream):
+            if brings is not None:
+                self._batches.send(brings)
             self._put(frame, steps, clock)
         return graph
 
