@@ -89,6 +89,26 @@ def choice(*names: str) -> Kind:
     return Kind("|".join(names), "one of " + ", ".join(names), read)
 
 
+def devices() -> Kind:
+    """Devices of one backend by number: `auto`, `all`, or numbers with commas between them, as that text."""
+
+    def read(value: object) -> str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if not isinstance(value, str):
+            raise ValueError
+        numbers = [part.strip() for part in value.split(",")]
+        if value not in ("auto", "all"):
+            if not all(part.isascii() and part.isdigit() and len(part) <= _DIGITS for part in numbers):
+                raise ValueError
+            if len(set(map(int, numbers))) != len(numbers):
+                raise ValueError
+        return ",".join(str(int(part)) if part.isdigit() else part for part in numbers)
+
+    return Kind("N[,N]|all", "auto, all, or different numbers from 0 as 0 or 0,1", read)
+
+
+_DIGITS = 3
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

@@ -137,10 +137,16 @@ class Settings:
         "Device that computes; auto is the CPU.",
         (*ENGINE_COMMANDS, "capabilities", "verify"),
     )
+    device: str = _option(
+        kinds.devices(),
+        "auto",
+        "GPUs of --backend cuda or rocm, by number; several share the layers by their free memory; auto is the first.",
+        (*RUN_COMMANDS, "tune"),
+    )
     vram: int | None = _option(
         kinds.size(),
         None,
-        "Most memory of the GPU: weights, cache and work first, experts in the rest.",
+        "Most memory of the GPU, or of each: weights, cache and work first, experts in the rest.",
         (*ENGINE_COMMANDS, "doctor"),
         unset="0.92 of what is free",
     )

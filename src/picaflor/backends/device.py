@@ -42,7 +42,8 @@ class Recorded(Protocol):
 class DeviceBackend(ABC):
     """One device, one precision. `fail_after`: calls of the device after so many fail, and the host computes on.
 
-    `calls` counts steps that ran on the device, by operation. A subclass sets `name` and `isa`.
+    `calls` counts steps that ran on the device, by operation; `counted` are the counters, of other devices too, whose
+    sum `fail_after` bounds. A subclass sets `name` and `isa`.
     """
 
     on_device = True
@@ -62,6 +63,7 @@ class DeviceBackend(ABC):
         self.precision: Precision = precision
         self.table = table
         self.calls: Counter[str] = Counter()
+        self.counted: Sequence[Counter[str]] = (self.calls,)
         self._fail_after = fail_after
         self._matrices = matrices
         self._recorders: list[Recorded] = []
@@ -122,7 +124,7 @@ class DeviceBackend(ABC):
     def _allowed(self, op: str) -> None:
         """Count a call of the device. Raises DeviceFailed for one that is to fail."""
         limit = self._fail_after
-        if limit is not None and self.calls.total() >= limit:
+        if limit is not None and sum(calls.total() for calls in self.counted) >= limit:
             reason = f"PICAFLOR_FAIL_AFTER={limit} lets every call after the first {limit} fail"
             raise DeviceFailed(op, reason, "unset PICAFLOR_FAIL_AFTER")
         self.calls[op] += 1

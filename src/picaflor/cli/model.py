@@ -173,6 +173,7 @@ def engine_options(settings: Settings) -> EngineOptions:
         mirrors=tuple(Path(folder).expanduser() for folder in settings.mirror),
         group_size=settings.group_size,
         latent_norm_eps=settings.latent_norm_eps,
+        device=settings.device,
         vram_bytes=settings.vram,
         strict=settings.strict,
         disable=settings.disable,

@@ -74,6 +74,8 @@ def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, noti
         notices.tell(
             f"--vram {format_bytes(asked.vram_bytes)} has no effect: the CPU computes, in memory that --ram bounds"
         )
+    if asked.device != "auto" and used.backend == "auto" and _is_the_cpu(used.backend):
+        notices.tell(f"--device {asked.device} has no effect: the CPU computes; --backend chooses a GPU")
     if asked.queue_depth is not None and not ring:
         notices.tell(
             f"--queue-depth {asked.queue_depth} has no effect: threads read, as many as --read-threads says; "

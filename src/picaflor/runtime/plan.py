@@ -35,6 +35,7 @@ from picaflor.runtime.history import History, Learning, history_file
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.reading import Reading, ReadOptions, decide_reading, room_for
+from picaflor.runtime.spread import layer_bytes
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.runtime.tokenizer import Tokenizer
 from picaflor.store.ahead import AHEAD_SLOTS
@@ -49,6 +50,8 @@ BACKENDS: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "me
 """By name, the package under `backends` that has it."""
 DEFAULT_CONTEXT = 4096
 LOSSY_BACKENDS = ("cpu",)
+NUMBERED = ("cuda", "rocm")
+"""Backends whose devices have numbers, and that compute on several at once."""
 MAX_LOGIT_BYTES = 64 << 20
 """Most memory for one step's logits; a step gives fewer rows of logits where the vocabulary is large."""
 SLACK_BYTES = 64
@@ -105,7 +108,8 @@ class EngineOptions:
     `policy`: which experts stay in memory (`store.policy.choose`). `usage`: the file of the usage history, else one in
     the folder of `state`; none without either. `record_routes`: file for what was asked of the expert store.
     `sequences` is how many sequences of `context` tokens the key-value cache holds at once. `tuned`: what tune kept, by
-    machine and model; it fills in what is left to the plan. `prefetch`: auto, on or off.
+    machine and model; it fills in what is left to the plan. `prefetch`: auto, on or off. `device`: auto, all, or
+    numbers of devices with commas between them.
     """
 
     ram_bytes: int | None = None
@@ -122,6 +126,7 @@ class EngineOptions:
     group_size: int | None = None
     latent_norm_eps: float | None = None
     vram_bytes: int | None = None
+    device: str = "auto"
     strict: bool = False
     disable: tuple[str, ...] = ()
     fail_after: int | None = None
@@ -191,6 +196,11 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
     except ImportError as error:
         raise UnsupportedKernel(f"backend {name} cannot start: {error}") from error
     device: dict[str, Any] = {} if name == "cpu" else {"backend": name, "vram_bytes": options.vram_bytes}
+    if name in NUMBERED:
+        device["device"] = options.device
+    elif options.device != "auto" and options.backend != "auto":
+        have = ", ".join(NUMBERED)
+        raise UsageError(f"--device {options.device}: backend {name} has no devices to choose from; {have} have")
     if name == "metal" and options.vram_bytes is None:
         device["vram_bytes"] = options.ram_bytes  # one memory for host and device
     backend: HostBackend = module.open_backend(
@@ -442,6 +452,8 @@ def _assemble(
     files = ExpertFiles(container, streamed, blocks=reading.direct_shards) if streamed else None
     provider = mapped or files
     residents = Residents(index, backend, provider.layouts if provider is not None else no_layouts)
+    if spreads := getattr(backend, "place", None):
+        notices.tell(spreads(layer_bytes(model, index, tokens=pool.pages * pool.page_tokens, draft=options.draft)))
     residents.read_vectors(container)
     forward, draft, max_rows, max_outputs, ledger = recorded(
         options, model, backend, residents, files, pool, held.charged if held else 0

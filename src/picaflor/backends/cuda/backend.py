@@ -17,7 +17,9 @@ from picaflor.backends.api import DeviceRates, ExpertProvider, ExpertTraffic, Pr
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cuda import capabilities, interpret, rates
 from picaflor.backends.cuda.capabilities import Name
+from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.recorder import CudaRecorder
+from picaflor.backends.cuda.several import SeveralBackend
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
@@ -31,7 +33,13 @@ INTERPRETER: Final = "interpreter"
 """The `isa` of a backend whose kernels Triton interprets on the CPU."""
 
 
-def find_device(backend: Name) -> tuple[Any, str]:
+INTERPRETED: Final = 4
+"""As many devices does the interpreter play."""
+ALL: Final = "all"
+FIRST: Final = "auto"
+
+
+def find_device(backend: Name, number: int = 0) -> tuple[Any, str]:
     """The torch device of a backend and its architecture. Raises UnsupportedKernel with the reason."""
     if interpret.active():
         interpret.round_once()
@@ -41,12 +49,32 @@ def find_device(backend: Name) -> tuple[Any, str]:
         raise UnsupportedKernel(f"backend {backend} cannot start: torch {torch.__version__} is built for {built}")
     if not torch.cuda.is_available():
         raise UnsupportedKernel(f"backend {backend} cannot start: {_no_device()}")
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", number)
     found = torch.cuda.get_device_properties(device)
     arch = str(found.gcnArchName).partition(":")[0] if built == "rocm" else f"sm_{found.major}{found.minor}"
     if built == "cuda" and (found.major, found.minor) < (8, 0):
         raise UnsupportedKernel(f"backend cuda cannot start: {found.name} is {arch}; accepted: sm_80 and later")
     return device, arch
+
+
+def chosen_devices(backend: Name, device: str) -> list[int]:
+    """The numbers that `--device` means: `auto` is the first. Raises UsageError for one that is not there, and what
+    `find_device` raises."""
+    find_device(backend)
+    count = INTERPRETED if interpret.active() else torch.cuda.device_count()
+    if device in (FIRST, ALL):
+        return list(range(1 if device == FIRST else count))
+    numbers = [int(number) for number in device.split(",")]
+    if outside := [number for number in numbers if number >= count]:
+        there = ", ".join(f"{number} ({device_name(backend, number)})" for number in range(count))
+        raise UsageError(f"--device {device}: backend {backend} has no device {outside[0]}; there are {there}")
+    return numbers
+
+
+def device_name(backend: Name, number: int) -> str:
+    """What its maker calls a device."""
+    device, arch = find_device(backend, number)
+    return arch if device.type == "cpu" else str(torch.cuda.get_device_properties(device).name)
 
 
 def device_memory(backend: Name) -> tuple[str, int, int]:
@@ -76,7 +104,7 @@ DEVICE_SHARE: Final = 0.92
 
 
 class CudaBackend(DeviceBackend):
-    """One device, one precision.
+    """One device, by its `number`, and one precision.
 
     `reload` brings back to the host what `take` gave away, `released` bytes: it is called before the host computes on.
     `graphs`: whether what is recorded from now on may be captured. Raises UsageError for a precision that there is not,
@@ -90,6 +118,7 @@ class CudaBackend(DeviceBackend):
         self,
         *,
         backend: Name = "cuda",
+        number: int = 0,
         threads: int | None = None,
         precision: Precision = "standard",
         table: CapabilityTable | None = None,
@@ -100,14 +129,15 @@ class CudaBackend(DeviceBackend):
         if precision not in PRECISIONS:
             raise UsageError(f"--precision {precision}: this version has {', '.join(PRECISIONS)}")
         self.name = backend
-        self.device, self.isa = find_device(backend)
+        self.number = number
+        self.device, self.isa = find_device(backend, number)
         self._matrices: Matrices
         declared = capabilities.declare(CapabilityTable(), backend) if table is None else table
         super().__init__(Matrices(self.device), declared, threads=threads, precision=precision, fail_after=fail_after)
         self.graphs = True
         self._vram_bytes = vram_bytes
         self._notice = notice
-        self.tier = ExpertTier(self.device, precision, free=self._free_bytes, notice=self._tell)
+        self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell)
         self.reload: Callable[[], None] | None = None
         self.released = 0
 
@@ -119,9 +149,10 @@ class CudaBackend(DeviceBackend):
             return f"{self.isa} of Triton on the CPU, no device ({versions})"
         free, total = torch.cuda.mem_get_info(self.device)
         name = torch.cuda.get_device_properties(self.device).name
-        words = f"{name}, {self.isa}, {format_bytes(free)} of {format_bytes(total)} free"
-        others = torch.cuda.device_count() - 1
-        return f"{words} ({versions})" + f"; {others} more not used" * bool(others)
+        words = f"{name}, {self.isa}, {format_bytes(free)} of {format_bytes(total)} free ({versions})"
+        others = [number for number in range(torch.cuda.device_count()) if number != self.number]
+        named = ", ".join(f"{number} ({torch.cuda.get_device_properties(number).name})" for number in others)
+        return words + f"; it is device {self.number}, --device also takes {named}" * bool(others)
 
     def take(self, weights: Sequence[Weight]) -> None:
         """Copy matrices whose bytes are there to the device now and give the host's memory back."""
@@ -182,14 +213,15 @@ class CudaBackend(DeviceBackend):
 
     def measure_rates(self) -> DeviceRates:
         """Bytes per second of the device's memory and of the way there, measured now."""
-        return rates.measure(self.device)
+        with current(self.device):
+            return rates.measure(self.device)
 
     def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
         """Whether all experts fit on the device beside matrices of so many bytes, with a reserve for their slots."""
         waiting = max(0, resident_bytes - self._matrices.nbytes)
-        return expert_bytes * EXPERT_ROOM <= self._free_bytes() - waiting
+        return expert_bytes * EXPERT_ROOM <= self.free_bytes() - waiting
 
-    def _free_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """What is left for experts when all else is there: dense weights, pages and work come first."""
         used = self.vram_used() + SCRATCH_BYTES
         if self._vram_bytes is not None:
@@ -220,19 +252,35 @@ def open_backend(
     notice: Callable[[str], None] | None = None,
     fail_after: int | None = None,
     vram_bytes: int | None = None,
-) -> CudaBackend:
-    """The backend as options describe it. `isa` names instruction sets of the CPU and changes nothing here.
+    device: str = FIRST,
+) -> CudaBackend | SeveralBackend:
+    """The backend as options describe it. `isa` names instruction sets of the CPU and changes nothing here; `device` is
+    `auto`, `all` or numbers with commas; `vram_bytes` bounds each device.
 
     Raises UsageError, and UnsupportedKernel where no device can be used.
     """
+    numbers = chosen_devices(backend, device)
     table = capabilities.declare(CapabilityTable(strict=strict, notice=notice), backend)
     table.disable(disable)
-    return CudaBackend(
-        backend=backend,
-        threads=threads,
-        precision=precision,
-        table=table,
-        fail_after=fail_after,
-        vram_bytes=vram_bytes,
-        notice=notice,
-    )
+
+    def opened(number: int, tell: Callable[[str], None] | None) -> CudaBackend:
+        return CudaBackend(
+            backend=backend,
+            number=number,
+            threads=threads,
+            precision=precision,
+            table=table,
+            fail_after=fail_after,
+            vram_bytes=vram_bytes,
+            notice=tell,
+        )
+
+    if len(numbers) == 1:
+        return opened(numbers[0], notice)
+    names = [f"device {number}" for number in numbers]
+    return SeveralBackend([opened(number, named(name, notice)) for number, name in zip(numbers, names, strict=True)])
+
+
+def named(name: str, notice: Callable[[str], None] | None) -> Callable[[str], None] | None:
+    """A notice that begins with what it is about."""
+    return None if notice is None else lambda text: notice(f"{name}: {text}")

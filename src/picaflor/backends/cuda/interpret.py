@@ -6,6 +6,7 @@ tests, and to try the backend without a GPU. Its `fma` rounds the product before
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ def fused(x: NDArray[Any], y: NDArray[Any], z: NDArray[Any]) -> NDArray[Any]:
     return out.reshape(np.broadcast_shapes(np.shape(x), np.shape(y), np.shape(z)))
 
 
+@lru_cache(maxsize=1)
 def round_once() -> None:
     """Let the interpreter's fma round once. Has an effect on interpreted kernels of this process only."""
     from triton.runtime import interpreter
