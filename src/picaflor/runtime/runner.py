@@ -101,28 +101,35 @@ class Runner:
         rows = sum(len(item.tokens) for item in work)
         if not 0 < rows <= self.max_rows:
             raise ValueError(f"a step takes 1 to {self.max_rows} rows, got {rows}")
-        known = [checked_ids(item.tokens, self._logits.width) for item in work]
+        tokens = self._tokens(work)
         for item in work:
             self.pool.reserve(item.sequence, len(item.tokens))
-        tokens = np.empty(rows, np.int32)
-        sequences = np.empty(rows, np.int32)
-        positions = np.empty(rows, np.int32)
+        sequences: list[int] = []
+        positions: list[int] = []
         outputs: list[int] = []
-        start = 0
         for index, item in enumerate(work):
-            stop = start + len(item.tokens)
-            tokens[start:stop] = known[index]
-            sequences[start:stop] = index
-            positions[start:stop] = np.arange(item.sequence.length, item.sequence.length + stop - start)
+            start, count, length = len(positions), len(item.tokens), item.sequence.length
+            sequences += [index] * count
+            positions += range(length, length + count)
             if item.wanted == "last":
-                outputs.append(stop - 1)
+                outputs.append(start + count - 1)
             elif item.wanted == "all":
-                outputs.extend(range(start, stop))
-            start = stop
+                outputs += range(start, start + count)
         if len(outputs) > self.max_outputs:
             raise ValueError(f"a step gives at most {self.max_outputs} rows of logits, {len(outputs)} wanted")
         table = self.pool.table([item.sequence for item in work])
-        return Batch(tokens, sequences, positions, table, np.array(outputs, np.int32), self._reduction(work))
+        told = [np.array(values, np.int32) for values in (sequences, positions, outputs)]
+        return Batch(tokens, told[0], told[1], table, told[2], self._reduction(work))
+
+    def _tokens(self, work: list[Work]) -> I32:
+        """The tokens of all items, one after the other. Raises UsageError, which names the place in its own item."""
+        together = work[0].tokens if len(work) == 1 else np.concatenate([item.tokens for item in work])
+        try:
+            return checked_ids(together, self._logits.width)
+        except UsageError:
+            for item in work:
+                checked_ids(item.tokens, self._logits.width)
+            raise
 
     def _reduction(self, work: list[Work]) -> Reduction | None:
         if self.lossy is None or not self.lossy.active or not any(item.decoded for item in work):
