@@ -3,7 +3,8 @@
     python benchmarks/gpu_runtime.py --workers 10 --out FOLDER [--glm FOLDER] [--large FOLDER] [--tiers FOLDER]
 
 Parts: every quick conformance case; logits of containers over chunks, batches and residency on the device; decoding
-speed with and without captured graphs, and the kernels' share of the time; `small`: formats of kv_b, log-likelihoods,
+speed with and without captured graphs, and the kernels' share of the time; `step`: of that only what is captured;
+`small`: formats of kv_b, log-likelihoods,
 one row beside 63 others. Prints a table, writes `gpu_runtime.json`.
 """
 
@@ -186,7 +187,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
         started = time.perf_counter()
         step(number)
         times.append(time.perf_counter() - started)
-    graph, submit = _graph_ms(program, batch), _submit_ms(program, lambda: step(0))
+    graph, host = _graph_ms(program, batch), _host_us(program, lambda: step(0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         started = time.perf_counter()
         for number in range(8):
@@ -202,7 +203,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     nbytes = sum(engine.bytes_per_token().values())
     floor = nbytes / device.measure_rates().memory
     return {
-        "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph, "submit_ms": submit,
+        "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph, "host_us": host,
         "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
         "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
         "launches": sum(event.count for event in events) // 8,
@@ -211,20 +212,43 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     }  # fmt: skip
 
 
-def _submit_ms(program: Any, step: Callable[[], None]) -> float:
-    """Milliseconds of the host until a step's work is with the device."""
-    real, times = program.run, []
+def _host_us(program: Any, step: Callable[[], None]) -> dict[str, float]:
+    """Microseconds of a step on the host: `before` the graph is launched, `launch` itself, `behind` it while the device
+    computes, `fetch` of the logits, which waits for them, `after` that. Where a step is one graph; else nothing."""
+    parts = [part for parts in program._graphs.values() for part in parts if part.captured is not None]
+    marks: list[float] = []
 
-    def timed(*arguments: Any) -> None:
+    class Timed:
+        def __init__(self, graph: Any) -> None:
+            self.graph = graph
+
+        def replay(self) -> None:
+            marks.append(time.perf_counter())
+            self.graph.replay()
+            marks.append(time.perf_counter())
+
+    def view(*arguments: Any) -> Any:
+        marks.append(time.perf_counter())
+        found = type(program).view(program, *arguments)
+        marks.append(time.perf_counter())
+        return found
+
+    rows = []
+    for part in parts:
+        part.captured = Timed(part.captured)
+    program.view = view
+    for _ in range(30):
+        marks.clear()
         started = time.perf_counter()
-        real(*arguments)
-        times.append(time.perf_counter() - started)
-
-    program.run = timed
-    for _ in range(7):
         step()
-    program.run = real
-    return round(statistics.median(times) * 1e3, 3)
+        rows.append(np.diff([started, *marks, time.perf_counter()]) * 1e6)
+    del program.view
+    for part in parts:
+        part.captured = part.captured.graph
+    if {len(row) for row in rows} != {5}:
+        return {}
+    medians = np.median(rows, axis=0).round(1).tolist()
+    return dict(zip(("before", "launch", "behind", "fetch", "after"), medians, strict=True))
 
 
 def _graph_ms(program: Any, batch: int) -> float | None:
@@ -445,6 +469,19 @@ def main() -> None:
 
                 line = _result(timed)
                 record.setdefault("speed", []).extend(line)
+                print(json.dumps(line[0]), flush=True)
+                _save(words.out, record)
+    if "step" in parts:
+        for path, name in [(None, "builtin")] + ([(words.glm, "glm-mid")] if words.glm is not None else []):
+            for batch in (1, 8):
+
+                def stepped(path: Path | None = path, name: str = name, batch: int = batch) -> list[Found]:
+                    return [
+                        time_model(path, name, words.backend, graphs=True, batch=batch, slots=None, steps=words.steps)
+                    ]
+
+                line = _result(stepped)
+                record.setdefault("step", []).extend(line)
                 print(json.dumps(line[0]), flush=True)
                 _save(words.out, record)
     if "small" in parts:
