@@ -1,4 +1,5 @@
-"""Compiles the product kernels for one device: `compile_products.py cuda:90:32`; prints how many it compiled.
+"""Compiles the product kernels for one device: `compile_products.py cuda:90:32`; prints how many it compiled, and how
+many of them multiply by the matrix instruction of that device. Another device's is an error.
 
 Run by test_products_compile.py in a process where Triton is not interpreted.
 """
@@ -36,6 +37,14 @@ NUMBERS = (
     "count",
     "k",
 )
+MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma_i32", "v_wmma_i32")
+OF_DEVICE = {
+    "cuda:80:32": "mma.sync",
+    "cuda:90:32": "wgmma.mma_async",
+    "cuda:120:32": "mma.sync",
+    "hip:gfx942:64": "v_mfma_i32",
+    "hip:gfx1201:32": "v_wmma_i32",
+}
 GROUPS = {3: 64, 4: 64, 5: 64, 6: 64, 7: 64, 8: 32, 9: 32}
 Case = tuple[Any, dict[str, Any], dict[str, str], int]
 
@@ -52,8 +61,8 @@ def type_of(name: str) -> str:
     return "i32"
 
 
-def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> None:
-    """Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
+def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> str:
+    """Code. Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: special.get(name) or type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
     even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")
@@ -63,7 +72,9 @@ def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], wa
         if name not in constants and (signature[name][0] == "*" or name.rstrip("_").split("_")[-1] in even)
     }
     source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
-    triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    found = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    text: str = found.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    return text
 
 
 def row_constants(prefix: str, number: int, groups: int, steps: int) -> dict[str, Any]:
@@ -110,11 +121,15 @@ def main() -> None:
     """Compiles all; a kernel that does not compile raises."""
     backend, architecture, warp = sys.argv[1].split(":")
     target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, int(warp))
-    number = 0
+    number = by_matrix = 0
     for kernel, constants, special, warps in cases(backend == "cuda", backend == "cuda" and int(architecture) >= 90):
-        compiled(kernel, constants, special, warps, target)
+        text = compiled(kernel, constants, special, warps, target)
         number += 1
-    print(number, "kernels for", sys.argv[1])
+        used = {name for name in MATRIX_INSTRUCTIONS if name in text}
+        if used - {OF_DEVICE[sys.argv[1]]}:
+            raise ValueError(f"{kernel.__name__} for {sys.argv[1]} has {', '.join(sorted(used))}")
+        by_matrix += bool(used)
+    print(number, "kernels for", sys.argv[1], "with matrix instructions", by_matrix)
 
 
 if __name__ == "__main__":
