@@ -48,6 +48,10 @@ const OpsTable* ops_for(const KernelTable* kernels) {
 int64_t sample(const std::string& isa, const Floats& logits, float temperature, double top_p, double uniform) {
   const float* x = logits.data();
   const int64_t n = static_cast<int64_t>(logits.shape(0));
+  if (n > kMostTokens) {
+    throw std::invalid_argument("a row of " + std::to_string(n) + " logits; accepted: up to " +
+                                std::to_string(kMostTokens));
+  }
   if (temperature <= 0.0f) {
     return argmax(x, n);
   }

@@ -111,7 +111,12 @@ void choose_experts(const RouterChoice& spec, const float* scores, const float* 
 // The largest, lowest index on ties, NaN ignored; 0 where all are NaN.
 int64_t argmax(const float* x, int64_t n);
 
-// One index from weights (>= 0, sum > 0): top-p cut, then inverse CDF in index order; sums in float64.
+// Weights of tokens count as whole numbers, floor(weight * 2^42), whose sums depend on no order. A weight is at most 1,
+// so sums of so many fit 62 bits.
+constexpr float kTokenScale = 4398046511104.0f;
+constexpr int64_t kMostTokens = int64_t{1} << 20;
+
+// One index from weights[n] (0 to 1, one of them 1; n at most kMostTokens): top-p cut, then inverse CDF in index order.
 int64_t choose_token(const float* weights, int64_t n, double top_p, double uniform);
 
 }  // namespace picaflor

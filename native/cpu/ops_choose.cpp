@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <stdexcept>
 #include <vector>
 
 #include "cpu/ops.h"
@@ -60,6 +61,52 @@ void mask_groups(const RouterChoice& spec, const float* choice, std::vector<uint
     group_taken[static_cast<size_t>(g)] = 1;
     std::fill_n(taken.begin() + g * size, size, uint8_t{0});
   }
+}
+
+// Whole numbers below 2^43 of at most 24 binary digits, as floats, in their order: 0 for 0, 1 for 1; 29 bits.
+constexpr uint32_t kOne = 0x3F800000u;  // the bits of 1
+
+uint32_t token_key(float count) {
+  uint32_t u = 0;
+  std::memcpy(&u, &count, sizeof u);
+  return u >= kOne ? u - (kOne - 1) : 0;
+}
+
+// Tokens that top-p keeps: all with keys above `least`, and of those with that very key the first `ties`.
+struct TopP {
+  uint32_t least = 0;
+  int64_t ties = 0;
+  int64_t mass = 0;  // the sum of the kept counts
+};
+
+// The fewest of the largest counts whose sum is at least `needed`, one at least. Finds the key of the smallest by sums
+// over its first 11 bits, then the next 9 and the last 9.
+TopP cut_at(const std::vector<float>& counts, int64_t needed) {
+  needed = std::max<int64_t>(needed, 1);
+  TopP cut;
+  std::vector<int64_t> bins;
+  for (const int shift : {18, 9, 0}) {
+    bins.assign(2048, 0);
+    const uint32_t prefix = cut.least;
+    for (const float count : counts) {
+      const uint32_t key = token_key(count);
+      if (key >> shift >> 9 == prefix || shift == 18) {
+        bins[shift == 18 ? key >> shift : key >> shift & 511u] += static_cast<int64_t>(count);
+      }
+    }
+    uint32_t bin = 2047;
+    while (bin > 0 && cut.mass + bins[bin] < needed) {
+      cut.mass += bins[bin--];
+    }
+    cut.least = (prefix << 9) + bin;
+  }
+  const uint32_t bits = cut.least + (kOne - 1);
+  float least = 0.0f;
+  std::memcpy(&least, &bits, sizeof least);
+  const int64_t tied = static_cast<int64_t>(least);
+  cut.ties = (needed - cut.mass + tied - 1) / tied;
+  cut.mass += cut.ties * tied;
+  return cut;
 }
 
 }  // namespace
@@ -121,46 +168,30 @@ int64_t argmax(const float* x, int64_t n) {
 }
 
 int64_t choose_token(const float* weights, int64_t n, double top_p, double uniform) {
-  std::vector<uint8_t> kept;
+  std::vector<float> counts(static_cast<size_t>(n));
+  int64_t mass = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t count = static_cast<int64_t>(weights[i] * kTokenScale);
+    counts[static_cast<size_t>(i)] = static_cast<float>(count);
+    mass += count;
+  }
+  TopP cut{0, 0, mass};
   if (top_p < 1.0) {
-    double total = 0.0;
-    std::vector<int64_t> heap;
-    for (int64_t i = 0; i < n; ++i) {
-      total += static_cast<double>(weights[i]);
-      if (weights[i] > 0.0f) {
-        heap.push_back(i);
-      }
-    }
-    const auto later = [weights](int64_t a, int64_t b) {
-      return weights[a] < weights[b] || (weights[a] == weights[b] && a > b);
-    };
-    std::make_heap(heap.begin(), heap.end(), later);
-    kept.assign(static_cast<size_t>(n), 0);
-    double cumulative = 0.0;
-    do {
-      std::pop_heap(heap.begin(), heap.end(), later);
-      kept[static_cast<size_t>(heap.back())] = 1;
-      cumulative += static_cast<double>(weights[heap.back()]);
-      heap.pop_back();
-    } while (!heap.empty() && cumulative < top_p * total);
+    cut = cut_at(counts, std::min(static_cast<int64_t>(std::ceil(top_p * static_cast<double>(mass))), mass));
   }
-  const auto in = [&](int64_t i) { return weights[i] > 0.0f && (kept.empty() || kept[static_cast<size_t>(i)] != 0); };
-  double mass = 0.0;
+  const int64_t passed = std::min(static_cast<int64_t>(uniform * static_cast<double>(cut.mass)), cut.mass - 1);
+  int64_t cumulative = 0;
   for (int64_t i = 0; i < n; ++i) {
-    mass += in(i) ? static_cast<double>(weights[i]) : 0.0;
-  }
-  double cumulative = 0.0;
-  int64_t last = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (in(i)) {
-      last = i;
-      cumulative += static_cast<double>(weights[i]);
-      if (cumulative > uniform * mass) {
+    const float count = counts[static_cast<size_t>(i)];
+    const uint32_t key = token_key(count);
+    if (key > cut.least || (key == cut.least && cut.ties-- > 0)) {
+      cumulative += static_cast<int64_t>(count);
+      if (cumulative > passed) {
         return i;
       }
     }
   }
-  return last;
+  throw std::logic_error("no token was drawn");
 }
 
 }  // namespace picaflor

@@ -1,6 +1,10 @@
-"""Sampling: greedy ties and NaN, top-p edges, the inverse CDF at both ends, equal choices on every instruction set."""
+"""Sampling: the rule in whole numbers, greedy ties and NaN, top-p edges, the inverse CDF at both ends, equal choices on
+every instruction set.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import pytest
@@ -16,29 +20,27 @@ def _sample(
 
 
 def _oracle(logits: F32, temperature: float, top_p: float, uniform: float) -> int:
-    """The rule with float32 weights and float64 sums, by sorting everything."""
+    """The rule: float32 weights, counted in whole numbers, sorted."""
     t = np.float32(temperature)
     finite = np.isfinite(logits)
-    scaled = np.where(finite, logits, np.float32(0)) / t
-    weights = np.where(finite, exp32((scaled - scaled[finite].max()).astype(np.float32)), 0).astype(np.float64)
-    order = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
-    total = sum(weights.tolist())
-    kept, mass = set(), 0.0
+    top = logits[finite].max() / t
+    weights = np.where(finite, exp32((np.where(finite, logits, np.float32(0)) / t - top).astype(np.float32)), 0)
+    counts = [int(float(weight) * 2**42) for weight in weights]
+    order = sorted((i for i in range(len(logits)) if counts[i]), key=lambda i: (-counts[i], i))
+    needed = math.ceil(top_p * float(sum(counts)))
+    kept: set[int] = set()
+    mass = 0
     for i in order:
-        if kept and (mass >= top_p * total or weights[i] == 0):
+        if kept and mass >= needed and top_p < 1:
             break
         kept.add(i)
-        mass += weights[i]
-    if top_p >= 1:
-        kept = {i for i in order if weights[i] > 0}
-    ids = sorted(kept)
-    total = sum(weights[i] for i in ids)
-    cumulative = 0.0
-    for i in ids:
-        cumulative += weights[i]
-        if cumulative > uniform * total:
+        mass += counts[i]
+    passed, reached = int(uniform * float(mass)), 0
+    for i in sorted(kept):
+        reached += counts[i]
+        if reached > passed:
             return i
-    return ids[-1]
+    return max(kept)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -50,6 +52,35 @@ def test_samples_follow_the_rule(isa: str) -> None:
         uniform = float(rng.uniform())
         wanted = _oracle(logits, temperature, top_p, uniform)
         assert _sample(logits, temperature=temperature, top_p=top_p, uniform=uniform, isa=isa) == wanted, trial
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_long_rows_with_ties_and_every_top_p_follow_the_rule(isa: str) -> None:
+    rng = np.random.default_rng(9)
+    for trial in range(40):
+        logits = (rng.choice([0.01, 1.0, 8.0]) * rng.normal(size=4000)).astype(np.float32)
+        if trial % 2:
+            logits = np.round(logits * 4) / np.float32(4)
+        options = {
+            "temperature": float(rng.choice([1e-3, 0.7, 1.0, 100.0])),
+            "top_p": float(rng.choice([1e-9, 0.3, 0.95, 1 - 2.0**-53, 1.0])),
+            "uniform": float(rng.choice([0.0, rng.uniform(), 1 - 2.0**-53])),
+        }
+        wanted = _oracle(logits, **options)
+        assert _sample(logits, isa=isa, **options) == wanted, trial
+
+
+def test_weights_below_one_part_in_2_to_the_42_count_as_none() -> None:
+    logits = np.log(np.array([2.5 * 2.0**-42, 1.0, 0.9 * 2.0**-42], np.float32))
+    assert {_sample(logits, uniform=u) for u in (0.0, 0.5, 1 - 2.0**-53)} == {0, 1}
+    # the first token has two of 2^42 + 2 parts
+    assert [_sample(logits, uniform=(k + 0.5) / (2**42 + 2)) for k in range(3)] == [0, 0, 1]
+
+
+def test_a_row_that_is_too_long_is_refused() -> None:
+    _sample(np.zeros(1 << 20, np.float32))
+    with pytest.raises(ValueError, match="a row of 1048577 logits; accepted: up to 1048576"):
+        _sample(np.zeros((1 << 20) + 1, np.float32))
 
 
 def test_frequencies_are_the_probabilities() -> None:

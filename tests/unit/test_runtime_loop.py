@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.api import NO_TOKEN, Batch, Chance, ExpertProvider, Rows
+from picaflor.backends.reference import ReferenceBackend
 from picaflor.errors import ContextExceeded, NoFiniteLogit, ReadFailed
-from picaflor.runtime.generate import Generation, SamplingOptions, StopText
+from picaflor.runtime.generate import Draw, Generation, SamplingOptions, StopText
 from picaflor.runtime.kvcache import PagePool, Sequence
 from picaflor.runtime.runner import Runner, Work
 
@@ -28,6 +29,7 @@ class CountingProgram:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
         self.failure: Exception | None = None
+        self.logits: NDArray[np.float32] | None = None
         self._out = np.zeros((0, VOCABULARY), np.float32)
 
     def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
@@ -37,6 +39,8 @@ class CountingProgram:
         pages = batch.pages[batch.sequences, 0]
         best = (batch.tokens + batch.positions + pages) % VOCABULARY
         self._out = np.eye(VOCABULARY, dtype=np.float32)[best[batch.outputs]]
+        if self.logits is not None:
+            self._out = np.broadcast_to(self.logits, self._out.shape)
 
     def view(self, rows: Rows, count: int) -> NDArray[Any]:
         return self._out[:count]
@@ -154,7 +158,12 @@ class Letters:
 
 
 def make_generation(
-    options: SamplingOptions, *, stops: frozenset[int] = frozenset(), context: int = 30, cancel_after: int = 999
+    options: SamplingOptions,
+    *,
+    stops: frozenset[int] = frozenset(),
+    context: int = 30,
+    cancel_after: int = 999,
+    draw: Draw | None = None,
 ) -> Generation:
     runner, program = make_runner()
     return Generation(
@@ -162,7 +171,7 @@ def make_generation(
         Sequence(),
         ids(1, 2),
         options,
-        choose=lambda logits, position: int(logits.argmax()),
+        draw=draw or (lambda position: int(runner.draw(ReferenceBackend(), [Chance(0.0, 1.0, 0.0)])[0])),
         decoder=Letters(),
         stop_tokens=stops,
         context=context,
@@ -213,12 +222,51 @@ def test_the_context_and_a_cancel_end_the_answer() -> None:
 
 @pytest.mark.parametrize("worst", [np.nan, np.inf, -np.inf])
 def test_logits_without_a_finite_one_are_an_error_and_one_that_is_enough(worst: float) -> None:
-    generation = make_generation(greedy(max_tokens=1))
-    logits = np.full(VOCABULARY, worst, np.float32)
-    with pytest.raises(NoFiniteLogit, match="no logit at position 0 is finite"):
-        generation._choose(logits)
-    logits[7] = 0.5
-    assert generation._choose(np.nan_to_num(logits, nan=-1.0, posinf=-1.0, neginf=-1.0)) == 7
+    runner, program = make_runner()
+    program.logits = np.full(VOCABULARY, worst, np.float32)
+    runner.step([Work(Sequence(), ids(1))])
+    chance = Chance(0.0, 1.0, 0.0)
+    assert runner.draw(ReferenceBackend(), [chance]) == [NO_TOKEN]
+    program.logits[7] = 0.5
+    program.logits = np.nan_to_num(program.logits, nan=-1.0, posinf=-1.0, neginf=-1.0)
+    runner.step([Work(Sequence(), ids(1))])
+    assert runner.draw(ReferenceBackend(), [chance]) == [7]
+    with pytest.raises(NoFiniteLogit, match="no logit at position 2 is finite"):
+        run(make_generation(greedy(), draw=lambda position: NO_TOKEN))
+
+
+class Draws(CountingProgram):
+    """Draws itself: the token is 10 times the row's number plus the temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.viewed: list[int] = []
+
+    def view(self, rows: Rows, count: int) -> NDArray[Any]:
+        self.viewed.append(count)
+        return super().view(rows, count)
+
+    def draw(self, rows: Rows, chances: list[Chance]) -> list[int]:
+        assert rows is LOGITS
+        return [10 * number + int(chance.temperature) for number, chance in enumerate(chances)]
+
+
+def test_a_program_that_draws_is_asked_and_no_logits_are_fetched() -> None:
+    program = Draws()
+    runner = Runner(program, LOGITS, PagePool(pages=8, page_tokens=4), None, max_rows=6, max_outputs=4)
+    assert runner.draws_there
+    assert runner.advance([Work(Sequence(), ids(1)), Work(Sequence(), ids(2, 3))]) == 2
+    assert runner.draw(ReferenceBackend(), [Chance(3.0, 1.0, 0.0), Chance(4.0, 1.0, 0.0)]) == [3, 14]
+    assert program.viewed == []
+    assert runner.step([Work(Sequence(), ids(5))]).argmax() == 7  # token, position 0, page 2
+    assert program.viewed == [1]
+
+
+def test_where_the_host_draws_the_logits_of_a_step_are_fetched_once() -> None:
+    runner, _ = make_runner()
+    assert not runner.draws_there
+    runner.advance([Work(Sequence(), ids(9)), Work(Sequence(), ids(20))])
+    assert runner.draw(ReferenceBackend(), [Chance(0.0, 1.0, 0.0)] * 2) == [9, 21]
 
 
 @pytest.mark.parametrize("pieces", [["beta gamma"], ["b", "eta ", "gam", "ma"], list("beta gamma")])

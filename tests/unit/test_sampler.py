@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from picaflor.backends.api import draw_rows
 from picaflor.backends.reference import ReferenceBackend
 from picaflor.errors import UsageError
 from picaflor.runtime.sampler import Sampling, philox, uniform
@@ -53,12 +54,16 @@ def test_choice_depends_on_the_position_alone() -> None:
     backend = ReferenceBackend()
     logits = np.zeros(1000, dtype=np.float32)
     sampling = Sampling(temperature=1.0, seed=5)
-    forward = [sampling.choose(backend, logits, position) for position in range(20)]
-    backward = [sampling.choose(backend, logits, position) for position in reversed(range(20))]
+
+    def choose(chosen: Sampling, position: int) -> int:
+        return draw_rows(logits[None], [chosen.chance(position)], backend.sample)[0]
+
+    forward = [choose(sampling, position) for position in range(20)]
+    backward = [choose(sampling, position) for position in reversed(range(20))]
     assert forward == backward[::-1]
     assert forward == [int(uniform(5, position) * 1000) for position in range(20)]
-    assert forward != [Sampling(temperature=1.0, seed=6).choose(backend, logits, position) for position in range(20)]
-    assert Sampling(temperature=0.0, seed=5).choose(backend, logits, 3) == 0
+    assert forward != [choose(Sampling(temperature=1.0, seed=6), position) for position in range(20)]
+    assert choose(Sampling(temperature=0.0, seed=5), 3) == 0
 
 
 @pytest.mark.parametrize("temperature", [-0.1, 101.0, float("nan"), float("inf")])

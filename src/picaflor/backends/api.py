@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -244,6 +244,28 @@ class Program(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Chance:
+    """How one token is drawn, as `Backend.sample` takes it."""
+
+    temperature: float
+    top_p: float
+    uniform: float
+
+
+@runtime_checkable
+class DrawingProgram(Protocol):
+    """A program that draws tokens where the logits lie, so that they need not come to the host."""
+
+    def draw(self, rows: Rows, chances: Sequence[Chance]) -> list[int]:
+        """One token from each of a buffer's first rows of logits; NO_TOKEN where none of a row is finite."""
+        ...
+
+
+NO_TOKEN: Final = -1
+"""In the place of a token: no logit of the row is finite."""
+
+
 class Recorder(Protocol):
     """Operations, recorded in order. Each acts on every row of the batch; `out` may not alias an input unless said."""
 
@@ -379,3 +401,14 @@ class Backend(Protocol):
     def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
         """One token from logits `[vocabulary]` (glm.md section 6; argmax at temperature 0, lowest id on ties)."""
         ...
+
+
+def draw_rows(rows: F32, chances: Sequence[Chance], sample: Callable[..., int]) -> list[int]:
+    """One token from each row of logits `[rows, vocabulary]` on the host, by `Backend.sample`; NO_TOKEN where no logit
+    of a row is finite."""
+    return [
+        sample(row, temperature=chance.temperature, top_p=chance.top_p, uniform=chance.uniform)
+        if np.isfinite(row).any()
+        else NO_TOKEN
+        for row, chance in zip(rows, chances, strict=True)
+    ]

@@ -245,7 +245,7 @@ class Engine:
             self._cached,
             ids,
             options,
-            choose=lambda logits, position: sampling.choose(self.plan.backend, logits, position),
+            draw=lambda position: self.runner.draw(self.plan.backend, [sampling.chance(position)])[0],
             decoder=self.tokenizer.stream(),
             stop_tokens=self.stops.ids,
             context=self.context,

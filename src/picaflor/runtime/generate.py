@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from picaflor.backends.api import I32
+from picaflor.backends.api import I32, NO_TOKEN
 from picaflor.errors import NoFiniteLogit
-from picaflor.formats.base import F32
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Runner, Work
 
@@ -52,8 +51,8 @@ class Decoder(Protocol):
         ...
 
 
-Choose = Callable[[F32, int], int]
-"""The token at a position, from its logits."""
+Draw = Callable[[int], int]
+"""The token at a position, from the row of logits of the last step; NO_TOKEN where none of them is finite."""
 
 
 class StopText:
@@ -86,7 +85,9 @@ class StopText:
 
 @dataclass(slots=True)
 class Clock:
-    """Times that the loop leaves for the report, in seconds. `steps` has one entry per decode step."""
+    """Times that the loop leaves for the report, in seconds. `steps` has one entry per decode step; where a device
+    draws, with the drawing of its token: it is done when its token is here.
+    """
 
     prefill_s: float = 0.0
     first_token_s: float = 0.0
@@ -108,7 +109,7 @@ class Generation:
         prompt: I32,
         options: SamplingOptions,
         *,
-        choose: Choose,
+        draw: Draw,
         decoder: Decoder,
         stop_tokens: frozenset[int],
         context: int,
@@ -121,23 +122,24 @@ class Generation:
         self.clock = Clock()
         self.on_prefilled: Callable[[], None] = lambda: None
         self._runner, self._sequence, self._prompt, self._options = runner, sequence, prompt, options
-        self._choose_token, self._decoder, self._stop_tokens = choose, decoder, stop_tokens
+        self._draw, self._decoder, self._stop_tokens = draw, decoder, stop_tokens
         self._context, self._chunk, self._progress = context, prefill_chunk, progress
         self._cancelled = cancelled
 
     def __iter__(self) -> Iterator[TextPiece]:
         start = time.perf_counter()
         fresh = self._prompt[self._sequence.length :]
-        logits = self._runner.prefill(
+        ready = self._runner.fill(
             self._sequence, fresh, chunk=self._chunk, progress=self._progress, cancelled=self._cancelled
         )
+        self._runner.wait()
         self.clock.prefill_s = time.perf_counter() - start
         self.on_prefilled()
-        if not len(logits):
+        if not ready:
             return
         text = StopText(self._options.stop)
         while True:
-            token = self._choose(logits[0])
+            token = self._choose()
             if not self.tokens:
                 self.clock.first_token_s = time.perf_counter() - start
             if token in self._stop_tokens:
@@ -151,7 +153,7 @@ class Generation:
                 return
             if self._ended():
                 break
-            logits = self._step(token)
+            self._step(token)
         rest, stopped = text.push(self._decoder.finish())
         if stopped:
             self.finish_reason = "stop"
@@ -170,21 +172,25 @@ class Generation:
             return False
         return True
 
-    def _choose(self, logits: F32) -> int:
+    def _choose(self) -> int:
         start = time.perf_counter()
-        if not np.isfinite(logits).any():
+        token = self._draw(self._sequence.length)
+        if token == NO_TOKEN:
             raise NoFiniteLogit(
                 f"no logit at position {self._sequence.length} is finite: the weights hold NaN or infinity "
                 "(picaflor inspect MODEL --deep looks for them)"
             )
-        token = self._choose_token(logits, self._sequence.length)
-        self.clock.sampling_s += time.perf_counter() - start
+        elapsed = time.perf_counter() - start
+        if self._runner.draws_there and self.clock.steps:
+            self.clock.steps[-1] += elapsed
+            self.clock.decode_s += elapsed
+        else:
+            self.clock.sampling_s += elapsed
         return token
 
-    def _step(self, token: int) -> F32:
+    def _step(self, token: int) -> None:
         start = time.perf_counter()
-        logits = self._runner.step([Work(self._sequence, np.array([token], np.int32), decoded=True)])
+        self._runner.advance([Work(self._sequence, np.array([token], np.int32), decoded=True)])
         elapsed = time.perf_counter() - start
         self.clock.decode_s += elapsed
         self.clock.steps.append(elapsed)
-        return logits

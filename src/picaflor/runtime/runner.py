@@ -12,7 +12,18 @@ from typing import Literal
 
 import numpy as np
 
-from picaflor.backends.api import I32, Batch, ExpertProvider, Program, Reduction, Rows
+from picaflor.backends.api import (
+    I32,
+    Backend,
+    Batch,
+    Chance,
+    DrawingProgram,
+    ExpertProvider,
+    Program,
+    Reduction,
+    Rows,
+    draw_rows,
+)
 from picaflor.errors import UsageError
 from picaflor.formats.base import F32
 from picaflor.runtime.kvcache import PagePool, Sequence
@@ -82,20 +93,51 @@ class Runner:
         self.lossy = lossy
         self._experts = experts
         self._resident = resident
+        self._drawing = program if isinstance(program, DrawingProgram) else None
+        self._seen: F32 | None = None
 
     def step(self, work: list[Work], *, layer_done: Callable[[int, int], None] | None = None) -> F32:
-        """Compute all rows of `work` together; float32 logits `[outputs, vocabulary]`, valid until the next step.
+        """`advance`, and float32 logits `[outputs, vocabulary]`, valid until the next step."""
+        return self._rows(self.advance(work, layer_done=layer_done))
 
-        Outputs are in the order of `work`. `layer_done(done, total)` after each MoE layer; what it raises leaves the
-        sequences as they were. Raises ContextExceeded, ReadFailed, and UsageError for an id that the
-        model does not know.
+    def advance(self, work: list[Work], *, layer_done: Callable[[int, int], None] | None = None) -> int:
+        """Compute all rows of `work` together; how many rows of logits there are then.
+
+        Outputs are in the order of `work`. Where tokens are drawn on a device it may still be at work afterwards.
+        `layer_done(done, total)` after each MoE layer; what it raises leaves the sequences as they were. Raises
+        ContextExceeded, ReadFailed, and UsageError for an id that the model does not know.
         """
         batch = self._batch(work)
         batch.layer_done = layer_done
         self.program.run(batch, self._experts)
         for item in work:
             item.sequence.length += len(item.tokens)
-        return self.program.view(self._logits, len(batch.outputs))
+        self._seen = None if self.draws_there else self.program.view(self._logits, len(batch.outputs))
+        return len(batch.outputs)
+
+    @property
+    def draws_there(self) -> bool:
+        """Whether tokens are drawn on the device, so that `draw` is what ends a step."""
+        return self._drawing is not None
+
+    def wait(self) -> None:
+        """Until a device has done what it was given."""
+        self.program.view(self._logits, 0)
+
+    def _rows(self, count: int) -> F32:
+        """The first rows of logits of the last step, on the host."""
+        if self._seen is None or len(self._seen) < count:
+            self._seen = self.program.view(self._logits, count)
+        return self._seen[:count]
+
+    def draw(self, backend: Backend, chances: Ordered[Chance]) -> list[int]:
+        """One token from each of the last step's first rows of logits, where they lie if the program can do that.
+
+        NO_TOKEN where no logit of a row is finite.
+        """
+        if self._drawing is not None:
+            return self._drawing.draw(self._logits, chances)
+        return draw_rows(self._rows(len(chances)), chances, backend.sample)
 
     def _batch(self, work: list[Work]) -> Batch:
         rows = sum(len(item.tokens) for item in work)
@@ -146,26 +188,39 @@ class Runner:
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> F32:
-        """Append a prompt in chunks; logits `[1, vocabulary]` of its last token, or `[0, ...]` if cancelled.
+        """`fill`, and logits `[1, vocabulary]` of the prompt's last token, or `[0, ...]` if cancelled."""
+        ready = self.fill(sequence, tokens, chunk=chunk, progress=progress, cancelled=cancelled)
+        return self._rows(int(ready))
+
+    def fill(
+        self,
+        sequence: Sequence,
+        tokens: I32,
+        *,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> bool:
+        """Append a prompt in chunks; whether its last token's logits are there: not if cancelled, or without tokens.
 
         A chunk goes through a layer before the next layer begins, so each expert is read once per chunk.
         `progress(done, total)` in tokens after each layer (a chunk's share of them) and each chunk; `cancelled` is
         asked as often, and the chunk that was under way is then forgotten.
         """
         size = min(chunk or self.max_rows, self.max_rows)
-        logits = np.empty((0, self._logits.width), np.float32)
+        outputs = 0
         for start in range(0, len(tokens), size):
             stop = min(start + size, len(tokens))
             layer_done = self._between(start, stop, len(tokens), progress, cancelled)
             try:
                 layer_done(0, 1)
                 wanted: Wanted = "last" if stop == len(tokens) else "none"
-                logits = self.step([Work(sequence, tokens[start:stop], wanted)], layer_done=layer_done)
+                outputs = self.advance([Work(sequence, tokens[start:stop], wanted)], layer_done=layer_done)
             except _Cancelled:
-                return logits[:0]
+                return False
             if progress is not None:
                 progress(stop, len(tokens))
-        return logits
+        return outputs > 0
 
     @staticmethod
     def _between(

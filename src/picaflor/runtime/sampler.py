@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from picaflor.backends.api import Backend
+from picaflor.backends.api import Chance
 from picaflor.errors import UsageError
-from picaflor.formats.base import F32
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -54,9 +53,8 @@ class Sampling:
         if not 0.0 < self.top_p <= 1.0:
             raise UsageError(f"top-p is {self.top_p}; accepted: above 0 and at most 1")
 
-    def choose(self, backend: Backend, logits: F32, position: int) -> int:
-        """The token at `position` from its logits `[vocabulary]`."""
+    def chance(self, position: int) -> Chance:
+        """How the token at `position` is drawn."""
         if self.temperature == 0.0:
-            return backend.sample(logits, temperature=0.0, top_p=1.0, uniform=0.0)
-        number = uniform(self.seed, position)
-        return backend.sample(logits, temperature=self.temperature, top_p=self.top_p, uniform=number)
+            return Chance(0.0, 1.0, 0.0)
+        return Chance(self.temperature, self.top_p, uniform(self.seed, position))
