@@ -14,7 +14,7 @@ import picaflor
 ROOT = Path(picaflor.__file__).parent
 ORDER = (
     ("errors",),
-    ("sizes", "option_kinds", "c_engine", "settings"),
+    ("sizes", "device_memory", "option_kinds", "c_engine", "settings"),
     ("telemetry",),
     ("container",),
     ("formats",),

@@ -10,10 +10,11 @@ import pytest
 
 from picaflor import cli
 from picaflor.cli import doctor
+from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget
 from picaflor.runtime import builtin
 from picaflor.runtime import plan as planning
-from picaflor.runtime.placement import SCRATCH_BYTES, DeviceMemory, place
+from picaflor.runtime.placement import SCRATCH_BYTES, place
 from picaflor.store.budget import Item
 
 GB = 1_000_000_000
@@ -45,6 +46,9 @@ def test_r33_what_others_hold_is_named_and_can_be_planned_without() -> None:
     memory = DeviceMemory("Card", 10 * GB, 80 * GB)
     assert memory.others() == "another program holds 65.2 GiB of the 74.5 GiB of Card"
     assert DeviceMemory("Card", 79 * GB, 80 * GB).others() == ""
+    assert memory.notice(None) == f"{memory.others()}: experts get what is left of it, 9.31 GiB are free"
+    assert memory.notice(20 * GB) == f"{memory.others()}: --vram 18.6 GiB is more than the 9.31 GiB that are free"
+    assert memory.notice(10 * GB) == DeviceMemory("Card", 79 * GB, 80 * GB).notice(None) == ""
     now = place(memory, NEEDS, [20_000_000] * 3000, in_ram=0)
     asked = place(memory, NEEDS, [20_000_000] * 3000, in_ram=0, vram=70 * GB)
     assert now.on_device < 100

@@ -148,7 +148,8 @@ def check_plan(path: Path, settings: Settings) -> Check:
 
 def check_device(name: str, path: Path, settings: Settings) -> Check:
     """Where the weights would lie with a device: what must be there, how many experts, and what others hold of it."""
-    from picaflor.runtime.placement import DeviceMemory, place
+    from picaflor.device_memory import DeviceMemory
+    from picaflor.runtime.placement import place
     from picaflor.runtime.plan import backend_part, package_of
 
     memory = DeviceMemory(*backend_part(package_of(name), "backend").device_memory(name))

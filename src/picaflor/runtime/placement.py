@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget
 from picaflor.sizes import format_bytes
 from picaflor.store.budget import Item
@@ -17,29 +18,6 @@ SHARE: Final = 0.92
 """Part of the free memory of a device that is used where `--vram` does not say."""
 SCRATCH_BYTES: Final = 1 << 29
 """For attention's scores and products under way."""
-OTHERS_SHARE: Final = 0.1
-"""From this part of the memory on, what others hold is worth a word."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """What a device says of its memory, in bytes; `name` is what its maker calls it."""
-
-    name: str
-    free: int
-    total: int
-
-    @property
-    def held(self) -> int:
-        """What others hold."""
-        return self.total - self.free
-
-    def others(self) -> str:
-        """A sentence on others, where they hold enough of it to change a plan; else empty."""
-        if self.held < OTHERS_SHARE * self.total:
-            return ""
-        size = format_bytes(self.held)
-        return f"another program holds {size} of the {format_bytes(self.total)} of {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
 from picaflor.backends.table import CapabilityTable, Cell
+from picaflor.device_memory import DeviceMemory
 from picaflor.errors import UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
 from picaflor.sizes import format_bytes
@@ -140,6 +141,16 @@ class CudaBackend(DeviceBackend):
         self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell)
         self.reload: Callable[[], None] | None = None
         self.released = 0
+        memory = self.memory()
+        if told := memory.notice(vram_bytes) if memory is not None else "":
+            self._tell(told)
+
+    def memory(self) -> DeviceMemory | None:
+        """The device's own memory now; None for the interpreter, which has none."""
+        if self.device.type == "cpu":
+            return None
+        name = str(torch.cuda.get_device_properties(self.device).name)
+        return DeviceMemory(name, *torch.cuda.mem_get_info(self.device))
 
     @property
     def described(self) -> str:
