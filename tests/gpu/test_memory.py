@@ -1,15 +1,20 @@
-"""What a run tells of the memory that other programs hold of a device (report of users R33)."""
+"""A device's memory: what other programs hold of it, too little of it, and requests that fail."""
 
 from __future__ import annotations
 
-import gpu_support
+import re
+from typing import Any
+
 import pytest
+from device_support import GLM
+from gpu_support import opened, torch
 
+from picaflor.backends.cuda import weights
 from picaflor.backends.cuda.backend import CudaBackend
+from picaflor.backends.cuda.formats import hold
 from picaflor.device_memory import DeviceMemory
-from picaflor.runtime.plan import EngineOptions, load_backend
-
-assert gpu_support.torch
+from picaflor.errors import OutOfBudget
+from picaflor.runtime.plan import EngineOptions, Residents, load_backend
 
 
 @pytest.mark.parametrize(("vram", "lines"), [(None, 1), (9 << 30, 0), (20 << 30, 1)])
@@ -24,3 +29,59 @@ def test_r33_a_run_names_what_others_hold(vram: int | None, lines: int, monkeypa
 def test_the_interpreter_has_no_memory_of_its_own() -> None:
     found = CudaBackend(threads=1).memory()
     assert found is None or 0 < found.free <= found.total
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_r35_an_upload_that_fails_is_one_line_that_names_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the seventh matrix: there is nothing that could shrink, as experts come last."""
+    asked: list[str] = []
+
+    def fails(format_name: str, *words: Any) -> Any:
+        asked.append(format_name)
+        if len(asked) == count:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried")
+        return hold(format_name, *words)
+
+    monkeypatch.setattr(weights, "hold", fails)
+    with pytest.raises(OutOfBudget) as told, opened(GLM, backend="cuda"):
+        pass
+    assert re.match(
+        r"the device gives no memory for (model\.|lm_head)\S+, \S+ KiB beside \S+( KiB| bytes| B)? of other matrices "
+        r"\(CUDA out of memory\. Tried\): lower --ctx or --prefill-chunk, or leave the device out$",
+        str(told.value),
+    ), told.value
+
+
+def test_buffers_and_cache_that_get_no_memory_name_their_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, wanted = torch.zeros, (0, 0)
+
+    def zeros(shape: Any, *words: Any, **options: Any) -> Any:
+        if shape == wanted:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(shape, *words, **options)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    recorder = CudaBackend(threads=1).recorder(max_rows=5, max_outputs=1, page_tokens=16, pages=3)
+    wanted = (5, 24)
+    with pytest.raises(OutOfBudget, match=r"for a buffer of 5 rows of 24 \(.*\): lower --prefill-chunk$"):
+        recorder.rows(24)
+    wanted = (48, 8)
+    with pytest.raises(OutOfBudget, match=r"for the key-value cache of 48 tokens in layer 3 \(.*\): lower --ctx$"):
+        recorder.kv_plane(3, "latent", 8)
+
+
+def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices, buffers, cache and room to work come before any expert; what others hold is named."""
+    monkeypatch.setattr(Residents, "read_all", lambda *words: pytest.fail("weights were read"))
+    least = "KiB of matrices and 512 MiB to work in are needed on the device before any expert, 0 B are left beside"
+    with (
+        pytest.raises(OutOfBudget, match=f"^backend cuda: .* {least} .*: raise --vram"),
+        opened(GLM, backend="cuda", vram_bytes=1 << 20),
+    ):
+        pass
+    monkeypatch.setattr(CudaBackend, "memory", lambda self: DeviceMemory("Card", 500 << 20, 80 << 30))
+    with (
+        pytest.raises(OutOfBudget, match=r"460 MiB are left .*; another program holds 79\.5 GiB"),
+        opened(GLM, backend="cuda"),
+    ):
+        pass

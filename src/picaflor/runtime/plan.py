@@ -458,6 +458,8 @@ def _assemble(
     forward, draft, max_rows, max_outputs, ledger = recorded(
         options, model, backend, residents, files, pool, held.charged if held else 0
     )
+    if reserve := getattr(backend, "reserve", None):
+        reserve(residents.nbytes)
     store: ExpertStore | MappedStore | None = mapped
     learning = _learning(options, model, index, path, notices)
     if files is not None:

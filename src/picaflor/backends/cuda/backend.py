@@ -25,7 +25,7 @@ from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.device_memory import DeviceMemory
-from picaflor.errors import UnsupportedKernel, UsageError
+from picaflor.errors import OutOfBudget, UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
 from picaflor.sizes import format_bytes
 
@@ -231,6 +231,27 @@ class CudaBackend(DeviceBackend):
         """Whether all experts fit on the device beside matrices of so many bytes, with a reserve for their slots."""
         waiting = max(0, resident_bytes - self._matrices.nbytes)
         return expert_bytes * EXPERT_ROOM <= self.free_bytes() - waiting
+
+    def reserve(self, resident_bytes: int) -> None:
+        """Matrices of so many bytes are to come, buffers and pages are there. Raises OutOfBudget, before any is read,
+        where they leave no room to work in."""
+        waiting = max(0, resident_bytes - self._matrices.nbytes)
+        there = self.vram_used()
+        memory = self.memory()
+        if self._vram_bytes is not None:
+            usable = self._vram_bytes - there
+        elif memory is not None:
+            usable = int(memory.free * DEVICE_SHARE)
+        else:
+            return
+        if waiting + SCRATCH_BYTES > usable:
+            told = memory.others() if memory is not None else ""
+            raise OutOfBudget(
+                f"backend {self.name}: {format_bytes(waiting)} of matrices and {format_bytes(SCRATCH_BYTES)} to work in"
+                f" are needed on the device before any expert, {format_bytes(max(0, usable))} are left beside "
+                f"{format_bytes(there)} of buffers and cache" + f"; {told}" * bool(told)
+                + ": raise --vram, lower --ctx or --prefill-chunk, or leave the device out"
+            )  # fmt: skip
 
     def free_bytes(self) -> int:
         """What is left for experts when all else is there: dense weights, pages and work come first."""

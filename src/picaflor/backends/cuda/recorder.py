@@ -30,6 +30,7 @@ from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.early import EarlyRouter, RouterInputs
 from picaflor.backends.cuda.formats import Needs, needs
 from picaflor.backends.cuda.matmul import matmul
+from picaflor.backends.cuda.memory import needed
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
@@ -140,7 +141,8 @@ class CudaRecorder:
         """A new buffer."""
         _check(width > 0, f"a buffer of width {width}")
         kind = torch.float32 if dtype == "f32" else torch.int32
-        memory = torch.zeros((self._max_rows, width), dtype=kind, device=self._device)
+        with needed(f"a buffer of {self._max_rows} rows of {width}", "lower --prefill-chunk"):
+            memory = torch.zeros((self._max_rows, width), dtype=kind, device=self._device)
         self._buffers.append(memory)
         made = Rows(width, dtype, Buffer(memory))
         self._twin.calls.append(Call("rows", (made, width, dtype), {}))
@@ -155,7 +157,8 @@ class CudaRecorder:
         """A cached quantity; the same plane for the same (layer, name)."""
         key = (layer, name)
         if key not in self._planes:
-            memory = torch.zeros((self._limits.capacity, width), dtype=torch.float32, device=self._device)
+            with needed(f"the key-value cache of {self._limits.capacity} tokens in layer {layer}", "lower --ctx"):
+                memory = torch.zeros((self._limits.capacity, width), dtype=torch.float32, device=self._device)
             self._planes[key] = KVPlane(layer, name, width, "f32", memory)
             self._twin.planes.append(self._planes[key])
         plane = self._planes[key]

@@ -12,6 +12,8 @@ import numpy as np
 from picaflor.backends import held
 from picaflor.backends.cpu.memory import release
 from picaflor.backends.cuda.formats import DeviceWeight, hold
+from picaflor.backends.cuda.memory import needed
+from picaflor.sizes import format_bytes
 
 HeldMatrix = held.HeldMatrix[DeviceWeight]
 
@@ -24,9 +26,12 @@ class Matrices(held.Matrices[DeviceWeight]):
         self._device = device
 
     def made(self, matrix: HeldMatrix) -> DeviceWeight:
-        """The planes as they are, on the device."""
+        """The planes as they are, on the device. Raises OutOfBudget where that has no memory for them."""
         raw = [plane.reshape(-1).view(np.uint8) for plane in matrix.host]
-        return hold(matrix.format, (matrix.rows, matrix.cols), matrix.group_size, raw, self._device)
+        size = format_bytes(sum(plane.nbytes for plane in raw))
+        what = f"{matrix.name}, {size} beside {format_bytes(self.nbytes)} of other matrices"
+        with needed(what, "lower --ctx or --prefill-chunk, or leave the device out"):
+            return hold(matrix.format, (matrix.rows, matrix.cols), matrix.group_size, raw, self._device)
 
     def take(self, matrix: HeldMatrix) -> int:
         """Copy one whose bytes are there and give the host's memory back; how many bytes that were."""
