@@ -1,4 +1,4 @@
-"""Containers whose kv_b has a format of its own: a GPU backend computes it with the CPU's bits and nothing falls back.
+"""Containers and options that reach each path of a GPU backend: kv_b in formats of its own, and cells switched off.
 
 Without a GPU Triton's interpreter runs the kernels, so few tokens must do.
 """
@@ -13,6 +13,7 @@ from gpu_support import IDS, cpu_logits, logits, opened, same_bits
 
 from picaflor.convert.converter import ConvertOptions, convert
 from picaflor.convert.policy import Policy
+from picaflor.errors import UnsupportedKernel
 
 
 @pytest.mark.parametrize(("form", "size"), [("int8-row", 64), ("int4-grouped", 16)])
@@ -29,3 +30,13 @@ def test_kv_b_in_a_format_of_its_own(form: str, size: int, tmp_path: Path) -> No
     assert record.fallbacks == {}
     assert record.kernels["cuda.attention"] == record.kernels[f"cuda.row_axpy.{form}"] == 5
     assert record.kernels[f"cuda.rows.{form}"] == 5 + (form == "int8-row")  # the embedding has that format, too
+
+
+@pytest.mark.parametrize("cell", ["matmul.int4-grouped", "row_axpy.int4-row", "expert_ffn.int4-grouped", "attention"])
+def test_each_path_can_be_switched_off(cell: str) -> None:
+    """Nothing stands in for it on this backend: it is refused by its name, before a weight is read."""
+    with (
+        pytest.raises(UnsupportedKernel, match=rf"^\S.*: cuda\.{cell} is refused: disabled by --disable; "),
+        opened(GLM, backend="cuda", disable=(f"cuda.{cell}",)),
+    ):
+        pass
