@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,13 +19,12 @@ from typing import Any
 
 from predicted_speed import recorded_routes
 
-from picaflor import __version__
 from picaflor.errors import PicaflorError
 from picaflor.models.config import Notices
 from picaflor.runtime.bench import MemoryProbe, fixed_tokens, measure_decode
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import forecast
-from picaflor.runtime.machine import StateFile
+from picaflor.runtime.machine import StateFile, record_head
 from picaflor.runtime.sketch import sketch
 from picaflor.store.store import ExpertStore
 
@@ -134,11 +132,7 @@ def main() -> int:
     )
     row = point(words.model, options, tokens=words.tokens, repeats=words.repeats)
     record: dict[str, Any] = {
-        "kind": "experts in memory",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("experts in memory", note=words.note),
         "model": words.model.name,
         "threads": words.threads,
         "tokens": words.tokens,

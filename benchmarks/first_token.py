@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -17,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from picaflor import __version__
 from picaflor.runtime import builtin
+from picaflor.runtime.machine import record_head
 
 PROMPT = 16
 
@@ -94,11 +93,7 @@ def main() -> int:
     if words.model is not None:
         rows += [row(words.model, slots, words.repeats) for slots in (words.slots, *words.more_slots)]
     record = {
-        "kind": "first token",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("first token", note=words.note),
         "prompt_tokens": PROMPT,
         "rows": rows,
     }

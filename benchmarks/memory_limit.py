@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from picaflor import __version__
+from picaflor.runtime.machine import record_head
 from picaflor.sizes import format_bytes, parse_bytes
 
 PERIOD_S = 0.005
@@ -86,11 +85,7 @@ def main() -> int:
     bench = ["bench", "decode", str(words.model), "--tokens", str(words.tokens), "--repeats", "2"]
     found = watched(bench, limit, words.cgroup)
     record = {
-        "kind": "memory limit",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("memory limit", note=words.note),
         "model": words.model.name,
         "model_bytes": size,
         "limit_bytes": limit,

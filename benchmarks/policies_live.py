@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -17,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from picaflor import __version__
 from picaflor.errors import PicaflorError
 from picaflor.runtime import builtin
 from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.machine import record_head
 from picaflor.store.replay import BELADY, replay
 from picaflor.store.routes import Routes, RoutesWriter
 from picaflor.store.store import WORKING_SLOTS, ExpertStore
@@ -130,11 +129,7 @@ def main() -> int:
     for slots in words.slots:
         rows += cost(pieces, slots, ("lru", "forecast", "auto")) if words.time else live(pieces, slots)
     record = {
-        "kind": "cost of policies" if words.time else "policies live",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("cost of policies" if words.time else "policies live", note=words.note),
         "model": "built-in",
         "tokens": words.tokens,
         "rows": rows,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -16,13 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from picaflor import __version__
 from picaflor.errors import PicaflorError
 from picaflor.models.config import Notices
 from picaflor.runtime.bench import fixed_tokens
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.forecast import forecast
-from picaflor.runtime.machine import StateFile
+from picaflor.runtime.machine import StateFile, record_head
 from picaflor.runtime.sketch import sketch
 from picaflor.store.routes import RoutedLayer, Routes, RoutesWriter
 from picaflor.telemetry.report import as_json
@@ -128,11 +126,7 @@ def main() -> int:
                 file=sys.stderr,
             )
     record = {
-        "kind": "predicted speed",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("predicted speed", note=words.note),
         "model": words.model.name,
         "direct": words.direct,
         "rows": rows,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -22,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from picaflor import __version__
 from picaflor.errors import PicaflorError
 from picaflor.runtime.bench import fixed_tokens
 from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.machine import record_head
 from picaflor.store.ahead import Switch
 from picaflor.store.store import ExpertStore
 
@@ -135,11 +134,7 @@ def main() -> int:
                 raise PicaflorError("the model has no experts that are read into slots")
             rows.append({"readers": count, **compare(engine, store, tokens=words.tokens, turns=words.turns)})
     record = {
-        "kind": "prefetch on a saturated drive",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("prefetch on a saturated drive", note=words.note),
         "model": words.model.name,
         "threads": words.threads,
         "slots": words.slots,

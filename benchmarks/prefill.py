@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -17,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from picaflor import __version__
 from picaflor.backends.api import I32
 from picaflor.errors import PicaflorError
 from picaflor.runtime.bench import fixed_tokens
 from picaflor.runtime.diskbench import DiskBench, DiskFile, Shape
 from picaflor.runtime.engine import Engine, EngineOptions
+from picaflor.runtime.machine import record_head
 from picaflor.store.store import ExpertStore
 from picaflor.store.types import ExpertKey
 from picaflor.telemetry.process import physical_read_bytes
@@ -128,11 +127,7 @@ def main() -> int:
         ]
         chunk = engine.plan.max_rows
     record = {
-        "kind": "prefill",
-        "version": 1,
-        "picaflor": __version__,
-        "note": words.note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("prefill", note=words.note),
         "model": words.model.name,
         "threads": words.threads,
         "slots": words.slots,

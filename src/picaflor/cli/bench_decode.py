@@ -6,13 +6,11 @@ Must not know how a token is computed; runtime.bench measures.
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from picaflor import __version__
 from picaflor import settings as table
 from picaflor.cli.model import Progress, counted, open_engine
 from picaflor.errors import UsageError
@@ -162,12 +160,10 @@ def _record(
     run = engine.record().to_json()
     decode = run["decode"]
     kept = ("model", "description", "backend", "isa", "precision", "threads", "readers", "moe_layers", "memory")
+    from picaflor.runtime.machine import record_head
+
     return {
-        "kind": "bench decode",
-        "version": RECORD_VERSION,
-        "picaflor": __version__,
-        "note": note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("bench decode", version=RECORD_VERSION, note=note),
         **{name: run[name] for name in kept},
         "prompt_tokens": prompt_tokens,
         "token_seed": token_seed,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from picaflor import __version__
 from picaflor import settings as table
 from picaflor.cli.model import Progress
 from picaflor.errors import BadContainer, UsageError
@@ -149,12 +147,10 @@ def _model_file(folder: Path) -> DiskFile:
 
 def _record(file: DiskFile, bench: DiskBench, rows: list[dict[str, Any]], read_bytes: int, note: str) -> dict[str, Any]:
     sizes = [nbytes for _, nbytes in file.experts] if file.experts is not None else [read_bytes]
+    from picaflor.runtime.machine import record_head
+
     return {
-        "kind": "bench disk",
-        "version": RECORD_VERSION,
-        "picaflor": __version__,
-        "note": note,
-        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+        **record_head("bench disk", version=RECORD_VERSION, note=note),
         "file_system": bench.file_system or None,
         "block_bytes": bench.block or None,
         "direct_refused": bench.refusal or None,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from picaflor import __version__
 from picaflor.container.plain_file import read_plain
 from picaflor.container.strict_json import show_path
 from picaflor.errors import BadStateFile, WriteFailed
@@ -28,6 +29,17 @@ MOST_BYTES = 4 << 20
 LEFT_OVER_S = 3600.0
 """Writing takes no second: what is as old as this belongs to nobody."""
 _PROC = Path("/proc")
+
+
+def record_head(kind: str, *, version: int = 1, note: str = "") -> dict[str, Any]:
+    """How every record of a measurement begins: what it is, of which version of this program, on what."""
+    return {
+        "kind": kind,
+        "version": version,
+        "picaflor": __version__,
+        "note": note,
+        "machine": {"system": platform.system(), "arch": platform.machine(), "python": platform.python_version()},
+    }
 
 
 def fingerprint(value: object) -> str:
