@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from memory_experts import MemoryExperts, allocate
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from picaflor.backends.api import Backend, Batch, Precision, Vector, Weight
 from picaflor.backends.cpu.backend import CpuBackend
-from picaflor.backends.memory_experts import MemoryExperts, allocate
 from picaflor.backends.reference import ReferenceBackend
 from picaflor.container.index import Container
 from picaflor.models.base import DraftForward, Forward, Scope

@@ -1,4 +1,4 @@
-"""Routed experts of a model all held in memory: the simplest ExpertProvider, for the reference backend and for tests.
+"""Routed experts of a model all held in memory: the simplest ExpertProvider, for tests of whole models.
 
 Knows the contract and where an expert's bytes lie; must not know what a backend computes with them.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, MatrixLayout
+from picaflor.conformance.case import SlotLease
 from picaflor.container.expert_file import plan_reads
 from picaflor.container.types import Expert, Span
 
@@ -46,26 +46,11 @@ class MemoryExperts:
         return self._layouts[layer]
 
     @contextmanager
-    def acquire(self, layer: int, experts: I32) -> Iterator[MemoryLease]:
+    def acquire(self, layer: int, experts: I32) -> Iterator[SlotLease]:
         """Hold experts of a layer; they never leave."""
         if len(np.unique(experts)) != len(experts):
             raise ValueError(f"layer {layer}: the same expert was asked for twice")
-        yield MemoryLease(self._slots[layer], experts)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLease:
-    """Experts of one layer; see MemoryExperts."""
-
-    slots: Sequence[NDArray[np.uint8]]
-    experts: I32
-
-    def batches(self) -> Iterator[tuple[I32, NDArray[np.uint64]]]:
-        """(numbers, slot addresses) in two parts."""
-        numbers = np.sort(self.experts)[::-1].astype(np.int32)
-        for part in np.array_split(numbers, 2):
-            if len(part):
-                yield part, np.array([self.slots[number].ctypes.data for number in part], dtype=np.uint64)
+        yield SlotLease(self._slots[layer], experts)
 
 
 def _load_expert(expert: Expert, read: Callable[[Span], NDArray[np.uint8]]) -> tuple[ExpertLayout, NDArray[np.uint8]]:
