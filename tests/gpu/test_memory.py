@@ -14,7 +14,8 @@ from picaflor.backends.cuda.backend import CudaBackend
 from picaflor.backends.cuda.formats import hold
 from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget
-from picaflor.runtime.plan import EngineOptions, Residents, load_backend
+from picaflor.runtime.plan import EngineOptions, load_backend
+from picaflor.runtime.residents import Residents
 
 
 @pytest.mark.parametrize(("vram", "lines"), [(None, 1), (9 << 30, 0), (20 << 30, 1)])

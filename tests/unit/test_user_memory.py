@@ -13,6 +13,7 @@ from picaflor.errors import ContextExceeded, OutOfBudget
 from picaflor.runtime import plan as planning
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.generate import SamplingOptions
+from picaflor.runtime.residents import Residents
 from picaflor.store import budget
 from picaflor.store.budget import process_memory
 
@@ -83,7 +84,7 @@ def test_r29_what_does_not_fit_is_refused_before_a_weight_is_read(
     def refuse(*_: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(planning.Residents, "read_all", refuse)
+    monkeypatch.setattr(Residents, "read_all", refuse)
     assert cli.main(["run", "The old house", "--ram", "45MiB"]) == 1
     out, err = capsys.readouterr()
     assert out == ""

@@ -26,7 +26,8 @@ from picaflor.runtime.damage import Damage, compare
 from picaflor.runtime.diskbench import ExpertProbe
 from picaflor.runtime.generate import Generation, SamplingOptions, TextPiece
 from picaflor.runtime.kvcache import Sequence
-from picaflor.runtime.plan import EngineOptions, Plan, Progress, build, formats_in_words
+from picaflor.runtime.plan import EngineOptions, Plan, build, formats_in_words
+from picaflor.runtime.residents import Progress
 from picaflor.runtime.runner import Runner, Work, checked_ids
 from picaflor.runtime.sampler import Sampling
 from picaflor.runtime.sketch import token_bytes

@@ -24,8 +24,9 @@ from picaflor.runtime import checks, sidefile, tune
 from picaflor.runtime import plan as planning
 from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.lossy import Lossy
-from picaflor.runtime.plan import EngineOptions, Residents
+from picaflor.runtime.plan import EngineOptions
 from picaflor.runtime.reading import Reading
+from picaflor.runtime.residents import SLACK_BYTES, Residents
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.store.budget import Item, Ledger, Source, fit, process_memory
 from picaflor.store.mapped import lies_in_memory
@@ -189,7 +190,7 @@ class _Blank:
 
     def __init__(self, index: ModelIndex) -> None:
         widest = max((span.nbytes for matrix in index.matrices.values() for span in matrix.spans), default=0)
-        self._memory = np.frombuffer(mmap.mmap(-1, widest + planning.SLACK_BYTES), np.uint8)
+        self._memory = np.frombuffer(mmap.mmap(-1, widest + SLACK_BYTES), np.uint8)
 
     def __call__(self, nbytes: int) -> NDArray[np.uint8]:
         blank: NDArray[np.uint8] = self._memory[:nbytes]

@@ -23,6 +23,7 @@ from picaflor.runtime import plan as planning
 from picaflor.runtime.bench import MemoryProbe
 from picaflor.runtime.kvcache import PagePool
 from picaflor.runtime.kvcache import Sequence as Tokens
+from picaflor.runtime.residents import Residents
 from picaflor.runtime.runner import Runner, Work
 from picaflor.runtime.sketch import Sketch, layer_bytes
 from picaflor.store.arena import Arena
@@ -86,7 +87,7 @@ class Blank:
         blocks = plan.reading.direct_shards
         self.files = ExpertFiles(plan.container, index.experts, blocks=blocks) if index.experts else None
         layouts = self.files.layouts if self.files is not None else planning.no_layouts
-        self.residents = planning.Residents(index, self.backend, layouts)
+        self.residents = Residents(index, self.backend, layouts)
         self.residents.blank_vectors()
         self._pool = PagePool(pages=1)
         recorder = self.backend.recorder(max_rows=1, max_outputs=1, page_tokens=self._pool.page_tokens, pages=1)
