@@ -16,6 +16,7 @@ import triton.language as tl
 
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT, exp, tree16
+from picaflor.backends.cuda.launches import pieces
 from picaflor.backends.cuda.rows import Tensor, columns
 
 BLOCK_KEYS: Final = 256
@@ -41,6 +42,11 @@ class Keys:
     def blocks(self) -> int:
         """Blocks of the longest row."""
         return -(-self.longest // BLOCK_KEYS)
+
+    @property
+    def most(self) -> int:
+        """Keys that a row meets at most."""
+        return self.longest if self.selection is None else min(self.longest, self.selection.shape[1] - 1)
 
     def rows(self, start: int, stop: int) -> Keys:
         """The keys of some of the rows."""
@@ -110,10 +116,10 @@ def _chain(q_at, k_at, live, W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, 
 
 @triton.jit
 def _scores(q, q_row, q_head, keys, keys_width, q2, q2_row, q2_head, keys2, keys2_width, counts, tokens, scores, scale,
-            blocks, heads, shared, W: tl.constexpr, W2: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+            from_block, blocks, heads, shared, W: tl.constexpr, W2: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
             U: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) // (256 // K)
+    block = from_block + tl.program_id(1) // (256 // K)
     index = (tl.program_id(1) % (256 // K)) * K + tl.arange(0, K)
     count = tl.load(counts + row * blocks + block)
     groups = tl.cdiv(shared, H)
@@ -136,9 +142,9 @@ def _scores(q, q_row, q_head, keys, keys_width, q2, q2_row, q2_head, keys2, keys
 
 
 @triton.jit
-def _soften(scores, weights, counts, stats, blocks, items, heads, R: tl.constexpr):
+def _soften(scores, weights, counts, stats, from_block, blocks, items, heads, R: tl.constexpr):
     item = tl.program_id(0) * R + tl.arange(0, R)  # (row, head)
-    block = tl.program_id(1)
+    block = from_block + tl.program_id(1)
     live = item < items
     count = tl.load(counts + (item // heads) * blocks + block, mask=live, other=0)
     at = (item.to(tl.int64) * blocks + block)[:, None] * 256
@@ -158,10 +164,10 @@ def _soften(scores, weights, counts, stats, blocks, items, heads, R: tl.constexp
 
 
 @triton.jit
-def _weigh(weights, values, values_width, counts, tokens, sums, rows, blocks, heads, shared, W: tl.constexpr,
-           R: tl.constexpr, H: tl.constexpr, B: tl.constexpr, U: tl.constexpr):  # fmt: skip
+def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block, blocks, heads, shared,
+           W: tl.constexpr, R: tl.constexpr, H: tl.constexpr, B: tl.constexpr, U: tl.constexpr):  # fmt: skip
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
-    block = tl.program_id(1)
+    block = from_block + tl.program_id(1)
     tiles = tl.cdiv(W, B)
     groups = tl.cdiv(shared, H)
     unit = tl.program_id(2) // tiles
@@ -248,13 +254,17 @@ def attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, ou
     """
     rows = keys.positions.shape[0]
     per_row = heads * keys.blocks * (2 * BLOCK_KEYS + width) * 4
-    step = max(1, min(rows, SCRATCH_BYTES // per_row))
-    for start in range(0, rows, step):
-        stop = min(start + step, rows)
+    work = heads * keys.most * _operations(first, second, width)
+    for start, stop in pieces(rows, work, most=SCRATCH_BYTES // per_row):
         slices = [None if part is None else _slice(part, start, stop) for part in (first, second)]
         assert slices[0] is not None
         _attend(slices[0], slices[1], values, out[start:stop], out_head, keys.rows(start, stop), heads, kv_heads,
                 width, scale)  # fmt: skip
+
+
+def _operations(first: Scores, second: Scores | None, width: int) -> int:
+    """Of one query of one head and one key, in the launch that has more of them: scores, or sums of values."""
+    return 2 * max(first.width + (0 if second is None else second.width), width)
 
 
 def _slice(part: Scores, start: int, stop: int) -> Scores:
@@ -280,21 +290,22 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
     )  # fmt: skip
     more = first if second is None else second
     groups = triton.cdiv(shared, size.score_heads) * kv_heads
-    _scores[(rows, blocks * (BLOCK_KEYS // size.score_keys), groups)](
-        first.q, first.row_stride, first.head_stride, first.plane, first.plane.stride(0), more.q, more.row_stride,
-        more.head_stride, more.plane, more.plane.stride(0), counts, tokens, scores, scale, blocks, heads, shared,
-        W=first.width, W2=0 if second is None else second.width, H=size.score_heads, K=size.score_keys, U=size.unroll,
-        **EXACT,
-    )  # fmt: skip
+    sum_groups = triton.cdiv(shared, size.sum_heads) * kv_heads
     items = rows * heads
-    _soften[(triton.cdiv(items, size.rows), blocks)](
-        scores, weights, counts, stats, blocks, items, heads, R=size.rows, num_warps=1, **EXACT
-    )
-    groups = triton.cdiv(shared, size.sum_heads) * kv_heads
-    _weigh[(triton.cdiv(rows, size.rows), blocks, groups * triton.cdiv(width, size.sum_columns))](
-        weights, values, values.stride(0), counts, tokens, sums, rows, blocks, heads, shared, W=width, R=size.rows,
-        H=size.sum_heads, B=size.sum_columns, U=1 if size.unroll == 1 else 32, **EXACT,
-    )  # fmt: skip
+    for start, stop in pieces(blocks, items * BLOCK_KEYS * _operations(first, second, width)):
+        _scores[(rows, (stop - start) * (BLOCK_KEYS // size.score_keys), groups)](
+            first.q, first.row_stride, first.head_stride, first.plane, first.plane.stride(0), more.q, more.row_stride,
+            more.head_stride, more.plane, more.plane.stride(0), counts, tokens, scores, scale, start, blocks, heads,
+            shared, W=first.width, W2=0 if second is None else second.width, H=size.score_heads, K=size.score_keys,
+            U=size.unroll, **EXACT,
+        )  # fmt: skip
+        _soften[(triton.cdiv(items, size.rows), stop - start)](
+            scores, weights, counts, stats, start, blocks, items, heads, R=size.rows, num_warps=1, **EXACT
+        )
+        _weigh[(triton.cdiv(rows, size.rows), stop - start, sum_groups * triton.cdiv(width, size.sum_columns))](
+            weights, values, values.stride(0), counts, tokens, sums, rows, start, blocks, heads, shared, W=width,
+            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=1 if size.unroll == 1 else 32, **EXACT,
+        )  # fmt: skip
     _merge[(triton.cdiv(items, size.rows), triton.cdiv(width, size.sum_columns))](
         sums, stats, counts, out, out.stride(0), out_head, blocks, items, heads, W=width, R=size.rows,
         B=size.sum_columns, **EXACT,

@@ -18,9 +18,12 @@ from picaflor.backends.api import RouterSpec
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT, exp, rank, sigmoid, tree16
 from picaflor.backends.cuda.attention import Keys
+from picaflor.backends.cuda.launches import pieces
 from picaflor.backends.cuda.rows import Tensor, columns
 
 SCRATCH_BYTES: Final = 128 << 20
+PASSES: Final = 34
+"""How often a row's scores are read to choose among them."""
 
 
 @triton.jit
@@ -97,13 +100,13 @@ def index_select(q: Tensor, weights: Tensor, plane: Tensor, out: Tensor, keys: K
                  top_k: int) -> None:  # fmt: skip
     """out i32 `[rows, 1 + top_k]`: count and ascending positions of each row's best keys; count -1 where all are."""
     rows = keys.positions.shape[0]
-    step = max(1, min(rows, SCRATCH_BYTES // (4 * keys.longest)))
     interpreted = interpret.active()
     width, unroll = (columns(keys.longest, most=4096), 1) if interpreted else (32, 4)
     block = columns(keys.longest, most=4096)
     one = np.float32(1.0)
-    for start in range(0, rows, step):
-        part = keys.rows(start, min(start + step, rows))
+    work = 2 * heads * head_dim * keys.longest, PASSES * 4 * keys.longest
+    for start, stop in pieces(rows, *work, most=SCRATCH_BYTES // (4 * keys.longest)):
+        part = keys.rows(start, stop)
         count = part.positions.shape[0]
         scores = torch.empty((count, keys.longest), dtype=torch.float32, device=plane.device)
         if keys.longest > top_k:

@@ -20,6 +20,7 @@ from picaflor.backends.api import ExpertLayout, MatrixLayout
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT, silu
 from picaflor.backends.cuda.formats import NUMBERS, PLANES, Needs, Tensor, lattice, needs, row_bytes
+from picaflor.backends.cuda.launches import pieces
 from picaflor.backends.cuda.matmul import native
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
@@ -382,6 +383,13 @@ def expert_ffn(
     results = pairs
     if results is None:
         results = torch.empty((count, top_k, x.shape[1]), dtype=torch.float32, device=x.device)
+    parts = _row_parts(table.kinds, count, top_k)
+    if len(parts) > 1:
+        for start, stop in parts:
+            some = [made.part(start, stop) for made in prepared]
+            expert_ffn(x[start:stop], ids[start:stop], weights[start:stop], table, out[start:stop], precision,
+                       pairs=None if pairs is None else pairs[start:stop], prepared=some, arrived=arrived)  # fmt: skip
+        return
     if count <= FEW_ROWS and pairs is None and arrived is not None and len(table.kinds) == 1:
         _few(table.kinds[0], 0, table, x, rows, ids, weights, results, out, arrived)
         return
@@ -392,6 +400,16 @@ def expert_ffn(
             _many(kind, number, table, x, rows, ids, results)
     if pairs is None:
         combine(results, weights, out)
+
+
+def _row_parts(kinds: Sequence[ExpertKind], count: int, top_k: int) -> list[tuple[int, int]]:
+    """Rows for one call each: few rows are cut here, many by the tiles of their experts."""
+    if count > FEW_ROWS:
+        return [(0, count)]
+    matrices = [(kind.gate, kind.up, kind.down) for kind in kinds]
+    nbytes = max(sum(matrix.rows * matrix.row_bytes for matrix in three) for three in matrices)
+    operations = max(sum(2 * matrix.rows * matrix.cols for matrix in three) for three in matrices)
+    return pieces(count, top_k * operations, top_k * nbytes)
 
 
 def counters(pairs: int, inner: int, hidden: int) -> int:
@@ -511,14 +529,20 @@ def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _R
     g_constants, u_constants = (
         {p + n: _constants(m, r, p)[p + n] for n in shape} for m, r, p in ((kind.gate, g, "G_"), (kind.up, u, "U_"))
     )
-    _inner_many[(triton.cdiv(inner, tile.rows), tiles[0].shape[0])](
-        *tiles, top_k, table.kind_of, table.addresses, grid_table, number, inner, hidden, x, x.stride(0),
-        *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
-        *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants, **u_constants, **common,
-    )  # fmt: skip
+    *places, order = tiles
+    cuts = pieces(len(places[0]), 4 * tile.columns * inner * hidden)
+    for start, stop in cuts:
+        _inner_many[(triton.cdiv(inner, tile.rows), stop - start)](
+            *(place[start:stop] for place in places), order, top_k, table.kind_of, table.addresses, grid_table, number,
+            inner, hidden, x, x.stride(0),
+            *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
+            *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants, **u_constants, **common,
+        )  # fmt: skip
     d = None if wanted is None else prepare(h, wanted)
     d_constants = _constants(kind.down, d, "")
-    _outer_many[(triton.cdiv(hidden, tile.rows), tiles[0].shape[0])](
-        *tiles, table.kind_of, table.addresses, grid_table, number, hidden, inner, h, *_parts(d, x),
-        kind.down.row_bytes, 0 if d is None else d.groups, out, **{n: d_constants[n] for n in shape}, **common,
-    )  # fmt: skip
+    for start, stop in cuts:
+        _outer_many[(triton.cdiv(hidden, tile.rows), stop - start)](
+            *(place[start:stop] for place in places), order, table.kind_of, table.addresses, grid_table, number, hidden,
+            inner, h, *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, out,
+            **{n: d_constants[n] for n in shape}, **common,
+        )  # fmt: skip

@@ -15,6 +15,7 @@ from picaflor.backends.cuda.arithmetic import EXACT, tree16
 from picaflor.backends.cuda.attention import Keys, Scores
 from picaflor.backends.cuda.decode import decoded
 from picaflor.backends.cuda.formats import DeviceWeight, group_of, lattice
+from picaflor.backends.cuda.launches import pieces
 from picaflor.backends.cuda.rows import Tensor, columns, tiles
 
 
@@ -122,6 +123,12 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
         heads: int, nope: int, rope: int, value: int, scale: float) -> None:  # fmt: skip
     """Absorbed attention of the first `rows` rows; `latent` and `rope_key` are planes `[tokens, width]`."""
     width = kv_b.cols
+    parts = pieces(rows, 2 * heads * max(nope, value) * width)
+    if len(parts) > 1:
+        for start, stop in parts:
+            mla(q[start:stop], out[start:stop], kv_b, latent, rope_key, keys.rows(start, stop), rows=stop - start,
+                heads=heads, nope=nope, rope=rope, value=value, scale=scale)  # fmt: skip
+        return
     interpreted = interpret.active()
     few = 16 if interpreted else 1 if rows < 4 else 4
     absorbed = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)

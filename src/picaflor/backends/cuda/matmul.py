@@ -7,6 +7,7 @@ chain over the groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import triton
@@ -15,6 +16,7 @@ import triton.language as tl
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
+from picaflor.backends.cuda.launches import blocks, pieces
 from picaflor.backends.cuda.prepare import Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
 from picaflor.backends.cuda.tiles import (
@@ -31,11 +33,11 @@ from picaflor.backends.cuda.tiles import (
 
 
 @triton.jit
-def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, length, xs, sums, tops,
-                  out, out_stride, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+def _few_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, groups, digits, plane, length, xs, sums,
+                  tops, out, out_stride, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                   PLANES: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr, N: tl.constexpr,
                   STEPS: tl.constexpr):  # fmt: skip
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1).to(tl.int64)
     y = row_product(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, xs, digits + s * length,
                     plane, xs + s * groups, sums + s * groups, tops + s * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE,
@@ -44,10 +46,10 @@ def _few_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits,
 
 
 @triton.jit
-def _floats(codes, scales, rows, cols, row_bytes, x, x_stride, out, out_stride, count,
+def _floats(codes, scales, from_rows, rows, cols, row_bytes, x, x_stride, out, out_stride, count,
             FORMAT: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr,
             BS: tl.constexpr):  # fmt: skip
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     x_rows = x + tl.minimum(s, count - 1).to(tl.int64) * x_stride
     y = float_tile(codes, scales, tl.minimum(o, rows - 1), cols, row_bytes, x_rows, FORMAT, UNROLL, EVEN, BO, BS)
@@ -56,11 +58,11 @@ def _floats(codes, scales, rows, cols, row_bytes, x, x_stride, out, out_stride, 
 
 
 @triton.jit
-def _many_integers(codes, scales, lattice, rows, cols, row_bytes, groups, digits, plane, length, xs, out,
+def _many_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, groups, digits, plane, length, xs, out,
                    out_stride, count, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                    PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
                    BS: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     y = integer_tile(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, digits, plane, length,
                      xs, tl.minimum(s, count - 1).to(tl.int64), FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
@@ -95,11 +97,19 @@ def _launch_floats(x: Tensor, weight: DeviceWeight, out: Tensor, count: int) -> 
     block, unroll, warps = (64, 1, 4) if interpret.active() else (16, 8, 4)
     if count <= ROWS_OF_FLOATS and weight.planes[0].nbytes <= CACHED_BYTES and not interpret.active():
         tile, block, unroll, warps = 1, 2, 32, 1
-    _floats[(triton.cdiv(weight.rows, block), triton.cdiv(count, tile))](
-        weight.planes[0], weight.scales, weight.rows, weight.cols, weight.row_bytes, x, x.stride(0), out,
-        out.stride(0), count, FORMAT=weight.number, UNROLL=unroll,
-        EVEN=weight.cols % (16 * unroll) == 0, BO=block, BS=tile, num_warps=warps, **EXACT,
-    )  # fmt: skip
+    for start, stop, first, last in _pieces(weight, count, block, tile):
+        _floats[(blocks(start, stop, block), blocks(first, last, tile))](
+            weight.planes[0], weight.scales, start, stop, weight.cols, weight.row_bytes, x[first:], x.stride(0),
+            out[first:], out.stride(0), last - first, FORMAT=weight.number, UNROLL=unroll,
+            EVEN=weight.cols % (16 * unroll) == 0, BO=block, BS=tile, num_warps=warps, **EXACT,
+        )  # fmt: skip
+
+
+def _pieces(weight: DeviceWeight, count: int, rows: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """Rows (start, stop) of the matrix and (first, last) of activations for one launch each; a program has so many."""
+    for start, stop in pieces(weight.rows, 2 * weight.cols * min(count, columns), weight.row_bytes, step=rows):
+        for first, last in pieces(count, 2 * weight.cols * (stop - start), step=columns):
+            yield start, stop, first, last
 
 
 def native() -> bool:
@@ -109,24 +119,28 @@ def native() -> bool:
     return not interpret.active() and torch.version.hip is None
 
 
-def _common(rows: Prepared, weight: DeviceWeight) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that all kernels of integer-coded matrices take, and their constants."""
-    first = (
-        weight.planes[0], weight.scales, lattice(str(rows.digits.device)), weight.rows, weight.cols, weight.row_bytes,
-        rows.groups, rows.digits, rows.digits.stride(0), rows.length, rows.scales,
+def _common(
+    rows: Prepared, weight: DeviceWeight, start: int, stop: int, first: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that all kernels of integer-coded matrices take, and their constants: for rows (start, stop) of the
+    matrix, and for prepared rows from `first` on."""
+    given = (
+        weight.planes[0], weight.scales, lattice(str(rows.digits.device)), start, stop, weight.cols, weight.row_bytes,
+        rows.groups, rows.digits[:, first:], rows.digits.stride(0), rows.length, rows.scales[first:],
     )  # fmt: skip
     needs = rows.needs
-    return first, {"FORMAT": weight.number, "GROUP": needs.group, "PADDED": needs.padded, "PLANES": needs.planes}
+    return given, {"FORMAT": weight.number, "GROUP": needs.group, "PADDED": needs.padded, "PLANES": needs.planes}
 
 
 def launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: Tile | None = None) -> None:
     """Each of `count` prepared rows by itself; `tile`: another one than the shape's own."""
-    first, constants = _common(rows, weight)
     tile = tile or tile_of(weight.format, weight.rows, weight.cols, weight.group_size, aligned=weight.vectors)
-    _few_integers[(triton.cdiv(weight.rows, tile.rows), count)](
-        *first, rows.sums[0], rows.sums[1], out, out.stride(0), NATIVE=native(), EVEN=tile.even, BO=tile.rows,
-        N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,
-    )  # fmt: skip
+    for start, stop, first, last in _pieces(weight, count, tile.rows, 1):
+        given, constants = _common(rows, weight, start, stop, first)
+        _few_integers[(blocks(start, stop, tile.rows), last - first)](
+            *given, rows.sums[0, first:], rows.sums[1, first:], out[first:], out.stride(0), NATIVE=native(),
+            EVEN=tile.even, BO=tile.rows, N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,
+        )  # fmt: skip
 
 
 def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
@@ -137,10 +151,11 @@ def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
 
 def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: ManyTile | None = None) -> None:
     """All of `count` prepared rows in tiles; `tile`: another one than the shape's own."""
-    first, constants = _common(rows, weight)
     even = weight.cols % rows.needs.group == 0
     tile = tile or tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
-    _many_integers[(triton.cdiv(weight.rows, tile.rows), triton.cdiv(count, tile.columns))](
-        *first, out, out.stride(0), count, EVEN=even, NATIVE=native(), BO=tile.rows, BS=tile.columns,
-        UNROLL=tile.unroll, num_warps=tile.warps, num_stages=tile.stages, **constants, **EXACT,
-    )  # fmt: skip
+    for start, stop, first, last in _pieces(weight, count, tile.rows, tile.columns):
+        given, constants = _common(rows, weight, start, stop, first)
+        _many_integers[(blocks(start, stop, tile.rows), blocks(first, last, tile.columns))](
+            *given, out[first:], out.stride(0), last - first, EVEN=even, NATIVE=native(), BO=tile.rows,
+            BS=tile.columns, UNROLL=tile.unroll, num_warps=tile.warps, num_stages=tile.stages, **constants, **EXACT,
+        )  # fmt: skip

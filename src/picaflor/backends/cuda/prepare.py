@@ -51,6 +51,13 @@ class Prepared:
         """Digits of a row in one plane."""
         return self.groups * self.needs.padded
 
+    def part(self, start: int, stop: int) -> Prepared:
+        """Some of the rows."""
+        rows = slice(start, stop)
+        return Prepared(
+            self.needs, self.cols, stop - start, self.digits[:, rows], self.scales[rows], self.sums[:, rows]
+        )
+
 
 @triton.jit
 def digits_of(v, largest_bits, PLANES: tl.constexpr):
