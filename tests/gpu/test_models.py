@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch
 
+from picaflor.backends.cuda import tier
 from picaflor.errors import OutOfBudget, UnsupportedKernel
+from picaflor.runtime import bench
 from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
 from picaflor.store.store import ExpertStore
@@ -67,43 +69,51 @@ def test_grouped_query_attention() -> None:
         assert same_bits(logits(engine, IDS[:4]), wanted)
 
 
-@pytest.mark.parametrize("slots", [1, 5])
-def test_experts_that_are_sent_for(slots: int, expected: Any) -> None:
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 2), (5, 1), (8, 3)])
+def test_experts_that_the_host_computes(slots: int, chunk: int, expected: Any) -> None:
     with opened(GLM, backend="cuda") as engine:
         backend: Any = engine.plan.backend
         backend.tier.most_slots = slots
-        assert same_bits(logits(engine, IDS[:3], chunk=2), expected[:3])
+        assert same_bits(logits(engine, IDS[:3], chunk=chunk), expected[:3])
         counters = backend.tier.counters
         assert backend.tier.slots == slots
+        assert counters.host > 4
+        assert counters.host_bytes == counters.host * 7168
+        assert not backend.tier.all_here
+        record = engine.record()
+        assert record.kernels["cpu.expert_ffn.int4-grouped"] == record.kernels["cuda.expert_ffn.int4-grouped"] == 2
+        assert record.fallbacks == {}
+
+
+def test_experts_that_are_sent_for(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than the host computes for."""
+    monkeypatch.setattr(tier, "HOST_ROWS", 1)
+    with opened(GLM, backend="cuda") as engine:
+        backend: Any = engine.plan.backend
+        backend.tier.most_slots = 5
+        assert same_bits(logits(engine, IDS[:3], chunk=2), expected[:3])  # two rows, then one
+        counters = backend.tier.counters
         assert counters.sent > 4
         assert counters.sent_bytes == counters.sent * 7168
-        assert not backend.tier.all_here
+        assert counters.hits + counters.host > 0
 
 
-def test_the_report_names_the_rates_of_the_places_that_gave_weights() -> None:
-    """Some experts on the device, the rest in memory."""
+def test_the_report_names_the_rates_of_the_places_that_gave_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some experts on the device, the rest in memory, which is read in pieces that fit them."""
+    monkeypatch.setattr(bench, "PROBE_ROW_BYTES", 1024)
     with opened(GLM, backend="cuda", expert_slots=2) as engine:
         backend: Any = engine.plan.backend
         backend.tier.most_slots = 5
-        engine.decode_replay(IDS[:2].tolist(), IDS[2:4].tolist())
+        engine.decode_replay(IDS[:2].tolist(), IDS[2:5].tolist())
         engine.measure_memory_limit()
         record = engine.record()
-    assert record.memory.device_experts == len(backend.tier._kept) == 4
-    assert record.decode.sent_bytes == record.decode.sent * 7168 > 0
-    assert record.decode.hits_device + record.decode.sent == record.decode.wanted == 8
+    assert record.memory.device_experts == backend.tier.held == 4
+    assert record.decode.on_host_bytes == record.decode.on_host * 7168 > 0
+    assert record.decode.hits_device + record.decode.on_host == record.decode.wanted == 12
+    assert record.host_memory_bytes_per_s
     text = verdict(record).text
-    for name in ("device memory", "RAM to device"):
+    for name in ("device memory", "RAM"):
         assert re.search(rf"{name} [0-9.]+ GB/s for [0-9.]+ MB", text), text
-
-
-def test_a_layer_that_happens_to_be_here_as_a_whole(expected: Any) -> None:
-    """With one slot less than experts: the next layers take slots from it again."""
-    with opened(GLM, backend="cuda") as engine:
-        backend: Any = engine.plan.backend
-        backend.tier.most_slots = 15
-        found = [logits(engine, IDS, chunk=8), logits(engine, IDS[:2], chunk=2)]
-    assert same_bits(found[0], expected)
-    assert same_bits(found[1], expected[:2])
 
 
 def test_what_the_next_layer_will_want_is_told_as_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

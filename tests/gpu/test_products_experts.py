@@ -16,17 +16,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="GPU kernels need triton")
 
-from picaflor import _native, formats  # noqa: E402
-from picaflor.backends.api import ExpertLayout, MatrixLayout  # noqa: E402
-from picaflor.backends.cpu import kernels  # noqa: E402
-from picaflor.backends.cpu.memory import allocate  # noqa: E402
+from gpu_experts import Kind, make_expert, on_the_cpu  # noqa: E402
+
+from picaflor.backends.api import ExpertLayout  # noqa: E402
 from picaflor.backends.cuda import experts as device_experts  # noqa: E402
 from picaflor.backends.cuda import interpret  # noqa: E402
 from picaflor.formats.base import F32  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INNER, EXPERTS, TOP_K = 256, 96, 5, 3
-Kind = tuple[tuple[str, int], tuple[str, int], tuple[str, int]]
 G64, G16, I8 = ("int4-grouped", 64), ("int4-grouped", 16), ("int8-row", 0)
 LAYERS: dict[str, list[Kind]] = {
     "g64": [(G64, G64, ("int4-grouped", 32))] * EXPERTS,
@@ -52,53 +50,6 @@ if interpret.active():
     interpret.round_once()
 
 
-def make_expert(seed: int, kind: Kind, hidden: int = HIDDEN, inner: int = INNER) -> tuple[ExpertLayout, Any]:
-    """gate and up `[inner, hidden]`, down `[hidden, inner]` in one slot; planes at multiples of 16."""
-    parts, matrices, at = [], [], 0
-    for index, (name, group) in enumerate(kind):
-        rows, cols = (hidden, inner) if index == 2 else (inner, hidden)
-        form = formats.REGISTRY[name]
-        rng = np.random.default_rng([seed, index])
-        planes = form.sample(rng, rows, cols, group)
-        if name in ("bf16", "f16"):
-            assert form.encode is not None
-            planes = form.encode(rng.standard_normal((rows, cols)).astype(np.float32), group)
-        if name == "fp8-e4m3-b128":
-            planes = (planes[0] & 0xBF, *planes[1:])
-        offsets = []
-        for plane in planes:
-            raw = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
-            offsets.append(at)
-            parts.append((at, raw))
-            at = -(-(at + raw.nbytes) // 16) * 16
-        matrices.append(MatrixLayout(name, rows, cols, group, tuple(offsets)))
-    slot = allocate(at)
-    slot[:] = 0xA5
-    for start, raw in parts:
-        slot[start : start + raw.nbytes] = raw
-    return ExpertLayout(*matrices, at), slot
-
-
-def on_the_cpu(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32, planes: int) -> F32:
-    """The native operation."""
-    hidden, inner = x.shape[1], made[0][0].gate.rows
-    ffn = _native.ExpertFfn(_native.Pool(1), "auto", planes, hidden, inner, len(x), ids.shape[1])
-    layer = ffn.add_layer(
-        [
-            [
-                (kernels.FORMAT_NUMBERS[m.format], m.rows, m.cols, m.group_size, m.offsets)
-                for m in (e.gate, e.up, e.down)
-            ]
-            for e, _ in made
-        ]
-    )
-    wanted = ffn.begin(layer, x.ctypes.data, x.strides[0] // 4, ids.ctypes.data, len(x))
-    ffn.run(wanted, np.array([made[e][1].ctypes.data for e in wanted], np.uint64))
-    out = np.empty((len(x), hidden), np.float32)
-    ffn.finish(weights.ctypes.data, out.ctypes.data, hidden)
-    return out
-
-
 def compare(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32) -> None:
     """With and without the counters."""
     slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
@@ -119,7 +70,7 @@ def compare(made: list[tuple[ExpertLayout, Any]], x: F32, ids: Any, weights: F32
 @pytest.mark.parametrize("count", [1, 3, 13])
 def test_experts_equal_the_cpu(layer: str, count: int) -> None:
     """Summed where one kind is in the layer, pair by pair where there are more."""
-    made = [make_expert(number, kind) for number, kind in enumerate(LAYERS[layer])]
+    made = [make_expert(number, kind, HIDDEN, INNER) for number, kind in enumerate(LAYERS[layer])]
     rng = np.random.default_rng(11)
     x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(count)]).astype(np.int32)
@@ -146,7 +97,7 @@ def test_three_experts_with_a_tail_and_a_row_member(trial: int) -> None:
 
 def test_missing_experts_are_left_to_others() -> None:
     """With `pairs` only experts that are on the device write; combine then adds in routing order."""
-    made = [make_expert(number, kind) for number, kind in enumerate(LAYERS["g64"])]
+    made = [make_expert(number, kind, HIDDEN, INNER) for number, kind in enumerate(LAYERS["g64"])]
     slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
     layouts = [layout for layout, _ in made]
     rng = np.random.default_rng(12)

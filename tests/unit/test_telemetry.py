@@ -192,6 +192,46 @@ def test_verdict_of_a_device_names_the_rates_of_all_three_places() -> None:
     assert verdict(replace(record, link_bytes_per_s=None)).kind == "balanced"
 
 
+def test_verdict_of_a_device_and_a_cpu_that_share_experts() -> None:
+    """Of 300 MB per token the CPU reads 100 from RAM at 50 GB/s, 10 of them from the disk; 4 MB are sent to stay."""
+    decode = Phase(
+        tokens=10,
+        wall_s=0.1,
+        hits_device=60,
+        loads=20,
+        on_host=20,
+        on_host_bytes=1_000_000_000,
+        sent=2,
+        sent_bytes=40_000_000,
+        read_bytes=100_000_000,
+        read_busy_s=0.05,
+        weight_bytes=3_000_000_000,
+    )
+    record = replace(
+        RECORD,
+        backend="cuda",
+        decode=decode,
+        memory_limit_bytes_per_s=3e12,
+        link_bytes_per_s=2e10,
+        host_memory_bytes_per_s=5e10,
+    )
+    judged = verdict(record)
+    assert judged.text == (
+        "disk-bound: per token of decode device memory 3000.00 GB/s for 200.0 MB, RAM 50.00 GB/s for 100.0 MB,"
+        " RAM to device 20.00 GB/s for 4.0 MB, disk 2.00 GB/s for 10.0 MB -> ceiling 200.0 tok/s by disk, got 100.0"
+    )
+    table = dict(rows(record))
+    assert table["shared, decode"] == "60 experts found on the device, 20 computed by the CPU from 1.00 GB"
+    assert table["sent, decode"] == "2 experts to the device, 40.0 MB"
+    assert "experts outside the device's memory are computed by the CPU" in table["setup"]
+    warm = replace(decode, read_bytes=0, sent=0, sent_bytes=0)
+    assert verdict(replace(record, decode=warm, link_bytes_per_s=None)).text == (
+        "memory-bound: per token of decode device memory 3000.00 GB/s for 200.0 MB, RAM 50.00 GB/s for 100.0 MB"
+        " -> ceiling 500.0 tok/s by RAM, got 100.0"
+    )
+    assert verdict(replace(record, host_memory_bytes_per_s=None)).kind == "balanced"
+
+
 def test_disk_verdict_has_the_ceiling() -> None:
     judged = verdict(RECORD)
     assert judged.kind == "disk-bound"

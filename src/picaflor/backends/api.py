@@ -362,12 +362,14 @@ class Recorder(Protocol):
 @dataclass(frozen=True, slots=True)
 class ExpertTraffic:
     """What a device with memory of its own was asked for so far: experts wanted that were there, experts and bytes that
-    were sent to it, and how many experts its memory holds now."""
+    were sent to it, how many experts its memory holds now, and experts and bytes that the host computed with."""
 
     hits: int = 0
     sent: int = 0
     sent_bytes: int = 0
     held: int = 0
+    host: int = 0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,12 @@ class CapabilityTable:
             self._tensors.setdefault(cell.backend, {}).setdefault(format_name, {})[what] = None
         return cell
 
+    def beside(self, op: str, format_name: str, backend: str, *, what: str) -> None:
+        """Count a cell of another backend that does a part of what was selected, as planned: no fallback. `what`: a
+        class of tensors that it computes with."""
+        self.engaged[Cell(backend, op, format_name, "native").name] += 1
+        self._tensors.setdefault(backend, {}).setdefault(format_name, {})[what] = None
+
     def failed(
         self, backend: str, call: str, *, reason: str, instead: str, cure: str, calls: Sequence[str] = ()
     ) -> None:

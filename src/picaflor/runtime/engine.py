@@ -88,6 +88,7 @@ class Engine:
         self._seconds: dict[str, float] = {}
         self._memory_limit: float | None = None
         self._link_rate: float | None = None
+        self._host_rate: float | None = None
         self._probes: list[ExpertProbe] = []
 
     @classmethod
@@ -412,6 +413,8 @@ class Engine:
             prefetch_wasted=end.store.wasted - start.store.wasted,
             wasted_bytes=end.store.wasted_bytes - start.store.wasted_bytes,
             hits_device=end.device.hits - start.device.hits,
+            on_host=end.device.host - start.device.host,
+            on_host_bytes=end.device.host_bytes - start.device.host_bytes,
             sent=end.device.sent - start.device.sent,
             sent_bytes=end.device.sent_bytes - start.device.sent_bytes,
             joined=end.store.joined - start.store.joined,
@@ -473,6 +476,7 @@ class Engine:
             physical_read_bytes=physical_read_bytes(),
             memory_limit_bytes_per_s=self._memory_limit,
             link_bytes_per_s=self._link_rate,
+            host_memory_bytes_per_s=self._host_rate,
             kernels=dict(plan.backend.table.engaged),
             fallbacks={**plan.backend.table.fallbacks, **spared},
             lossy=plan.lossy.summary(),
@@ -485,15 +489,21 @@ class Engine:
 
     def measure_memory_limit(self) -> None:
         """Read the weights once with plain loads, so that `record()` can tell arithmetic from memory. A device is asked
-        for the rates of its own memory and of the way there; one that does not tell leaves both unmeasured."""
+        for the rates of its own memory and of the way there; one that does not tell leaves both unmeasured. Where the
+        CPU computed experts beside a device, the host's memory is read too."""
         if self.plan.backend.on_device:
             measure: Callable[[], DeviceRates] | None = getattr(self.plan.backend, "measure_rates", None)
             if measure is not None:
                 rates = measure()
                 self._memory_limit, self._link_rate = rates.memory, rates.link
-            return
-        probe = MemoryProbe(self.weight_memory(), isa=self.isa, threads=self.threads)
-        self._memory_limit = probe() if probe.nbytes else None
+            if self._traffic().host and self.plan.store is not None:
+                self._host_rate = self._read_rate(self.plan.store.memory(), "auto")
+        else:
+            self._memory_limit = self._read_rate(self.weight_memory(), self.isa)
+
+    def _read_rate(self, memory: Ordered[NDArray[np.uint8]], isa: str) -> float | None:
+        probe = MemoryProbe(memory, isa=isa, threads=self.threads)
+        return probe() if probe.nbytes else None
 
     def _expert_bytes(self) -> int:
         store = self.plan.store

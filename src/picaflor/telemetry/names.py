@@ -43,6 +43,8 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "hits_lru": ("experts", "experts wanted that were still in memory"),
         "hits_prefetched": ("experts", "experts wanted that were read ahead in time"),
         "hits_device": ("experts", "experts wanted that were in the device's memory"),
+        "on_host": ("experts", "experts wanted that the CPU computed beside a device"),
+        "on_host_bytes": ("B", "bytes of those"),
         "sent": ("experts", "experts sent to the device's memory"),
         "sent_bytes": ("B", "bytes of those"),
         "prefetch_late": ("experts", "experts wanted whose read ahead was still under way"),
@@ -89,6 +91,10 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "link_bytes_per_s": (
             "B/s",
             "bytes per second from the host's memory to the device's, measured here",
+        ),
+        "host_memory_bytes_per_s": (
+            "B/s",
+            "bytes per second that the host's memory gives to a CPU that computes beside a device, measured here",
         ),
         "device_experts": ("experts", "experts in the device's memory at the end"),
         "kernels": ("calls", "kernels that ran"),

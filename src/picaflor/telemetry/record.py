@@ -36,10 +36,11 @@ class Phase:
 
     `seconds` has classes of `names.TIME_CLASSES` only, exclusive of each other. `step_s` is the time of each forward
     pass. `read_service_s` sums over readers, `read_busy_s` is wall time with a read under way, 0 where nobody measured
-    it. `hits_device` were in the memory of a device that computes, `sent` counts those that had to go there. `joined`
-    counts experts whose read was under way already when they were wanted, `prefetch_late` those of them that were read
-    ahead; `wasted_bytes` is the part of `read_bytes` that was read ahead for nothing. `storage_bytes` is what the
-    system fetched from storage meanwhile, for whatever purpose; None where it does not tell.
+    it. `hits_device` were in the memory of a device that computes, `on_host` of the others were computed by the CPU
+    beside it, `sent` went to the device, to be computed or to stay there. `joined` counts experts whose read was under
+    way already when they were wanted, `prefetch_late` those of them that were read ahead; `wasted_bytes` is the part of
+    `read_bytes` that was read ahead for nothing. `storage_bytes` is what the system fetched from storage meanwhile, for
+    whatever purpose; None where it does not tell.
     """
 
     tokens: int = 0
@@ -53,6 +54,8 @@ class Phase:
     prefetch_wasted: int = 0
     wasted_bytes: int = 0
     hits_device: int = 0
+    on_host: int = 0
+    on_host_bytes: int = 0
     sent: int = 0
     sent_bytes: int = 0
     joined: int = 0
@@ -136,6 +139,8 @@ class Phase:
             "hits_lru": self.hits_lru,
             "hits_prefetched": self.hits_prefetched,
             "hits_device": self.hits_device,
+            "on_host": self.on_host,
+            "on_host_bytes": self.on_host_bytes,
             "sent": self.sent,
             "sent_bytes": self.sent_bytes,
             "prefetch_late": self.prefetch_late,
@@ -215,6 +220,7 @@ class Record:
     physical_read_bytes: int | None = None
     memory_limit_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
+    host_memory_bytes_per_s: float | None = None
     kernels: Mapping[str, int] = field(default_factory=dict)
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     lossy: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ def rows(record: Record) -> list[tuple[str, str]]:
             table.append((f"experts, {name}", _experts(phase, record)))
         if phase.read_bytes:
             table.append((f"reads, {name}", _reads(phase)))
+        if phase.on_host:
+            table.append((f"shared, {name}", _shared(phase)))
         if phase.sent:
             table.append((f"sent, {name}", f"{phase.sent} experts to the device, {_decimal(phase.sent_bytes)}"))
     if record.prefetch:
@@ -87,6 +89,8 @@ def _setup(record: Record) -> str:
     threads = f"{record.threads} thread{'s' * (record.threads != 1)}"
     threads += f" ({record.threads_source})" * bool(record.threads_source)
     parts = [record.backend, record.isa, record.precision, threads]
+    if record.prefill.on_host or record.decode.on_host:
+        parts.append("experts outside the device's memory are computed by the CPU")
     if record.context:
         parts.append(f"context {record.context}")
     if record.temperature is not None:
@@ -123,6 +127,13 @@ def _experts(phase: Phase, record: Record) -> str:
         wanted = phase.wanted / phase.tokens / record.moe_layers
         text += f" ({per_token:.2f} loads per token, {per_layer:.2f} of {wanted:.2f} wanted per layer)"
     return text
+
+
+def _shared(phase: Phase) -> str:
+    return (
+        f"{phase.hits_device} experts found on the device, {phase.on_host} computed by the CPU from"
+        f" {_decimal(phase.on_host_bytes)}"
+    )
 
 
 def _ahead(record: Record) -> str:

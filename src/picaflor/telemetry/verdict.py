@@ -76,14 +76,19 @@ class _Tier:
 
 
 def _tiers(record: Record, phase: Phase) -> list[_Tier]:
-    """Where the weights of a device come from, for a phase in which experts were sent to it; else none."""
-    if not phase.sent_bytes or not record.memory_limit_bytes_per_s or not record.link_bytes_per_s:
+    """Where weights come from that are not all on the device, for a phase in which there were some; else none."""
+    here = record.memory_limit_bytes_per_s
+    if not here or not (phase.sent_bytes or phase.on_host_bytes):
         return []
     tokens = phase.tokens
-    tiers = [
-        _Tier("memory-bound", "device memory", phase.weight_bytes / tokens, record.memory_limit_bytes_per_s),
-        _Tier("link-bound", "RAM to device", phase.sent_bytes / tokens, record.link_bytes_per_s),
-    ]
+    rates: tuple[tuple[Kind, str, int, float | None], ...] = (
+        ("memory-bound", "device memory", phase.weight_bytes - phase.on_host_bytes, here),
+        ("memory-bound", "RAM", phase.on_host_bytes, record.host_memory_bytes_per_s),
+        ("link-bound", "RAM to device", phase.sent_bytes, record.link_bytes_per_s),
+    )
+    if any(nbytes and not rate for _, _, nbytes, rate in rates):
+        return []
+    tiers = [_Tier(kind, name, nbytes / tokens, rate) for kind, name, nbytes, rate in rates if nbytes > 0 and rate]
     if phase.read_bytes and phase.read_bytes_per_s:
         tiers.append(_Tier("disk-bound", "disk", phase.needed_read_bytes_per_token, phase.read_bytes_per_s))
     return tiers

@@ -14,10 +14,12 @@ import torch
 import triton
 
 from picaflor.backends.api import DeviceRates, ExpertProvider, ExpertTraffic, Precision, Vector, Weight
+from picaflor.backends.cells import HOST
 from picaflor.backends.cpu.backend import CpuBackend
 from picaflor.backends.cuda import capabilities, interpret, rates
 from picaflor.backends.cuda.capabilities import Name
 from picaflor.backends.cuda.current import current
+from picaflor.backends.cuda.exchange import HostExperts
 from picaflor.backends.cuda.recorder import CudaRecorder
 from picaflor.backends.cuda.several import SeveralBackend
 from picaflor.backends.cuda.tier import ExpertTier
@@ -138,7 +140,8 @@ class CudaBackend(DeviceBackend):
         self.graphs = True
         self._vram_bytes = vram_bytes
         self._notice = notice
-        self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell)
+        host = HostExperts(self.threads, precision, self._host_computes)
+        self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell, host=host)
         self.reload: Callable[[], None] | None = None
         self.released = 0
         memory = self.memory()
@@ -213,6 +216,7 @@ class CudaBackend(DeviceBackend):
         """The architecture that the kernels behind a selected cell run on."""
         return self.isa
 
+
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: staging only, the buffers are on the device."""
         return 0
@@ -220,7 +224,9 @@ class CudaBackend(DeviceBackend):
     def traffic(self) -> ExpertTraffic:
         """What was asked of the experts on the device so far."""
         counters = self.tier.counters
-        return ExpertTraffic(counters.hits, counters.sent, counters.sent_bytes, self.tier.held)
+        return ExpertTraffic(
+            counters.hits, counters.sent, counters.sent_bytes, self.tier.held, counters.host, counters.host_bytes
+        )
 
     def measure_rates(self) -> DeviceRates:
         """Bytes per second of the device's memory and of the way there, measured now."""
@@ -275,6 +281,11 @@ class CudaBackend(DeviceBackend):
 
 def open_backend(
     *,
+    def _host_computes(self, layer: int, formats: Sequence[str]) -> None:
+        """The CPU computes what the device does not have of a layer: its kernels are counted, by format."""
+        for name in formats:
+            self.table.beside("expert_ffn", name, HOST, what=f"experts of layer {layer}")
+
     backend: Name = "cuda",
     threads: int | None = None,
     precision: Precision = "standard",

@@ -17,6 +17,7 @@ from picaflor.backends.cpu.early import likeliest
 from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.weights import HeldMatrix
+from picaflor.formats.base import F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,21 @@ class EarlyRouter:
         self._ratio: Tensor = None
         self._bias: NDArray[np.float32] | None = None
 
-    def choose(self, x: Tensor) -> I32:
-        """Ids for the rows of x `[rows, hidden]`, the likeliest first; waits for the device."""
+    @property
+    def experts(self) -> int:
+        """How many the router chooses from."""
+        return self._there.spec.experts
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The router's `[rows, experts]` for the rows of x `[rows, hidden]`, on the device."""
         if self._ratio is None:
             here, there = self._here.norm, self._there.norm
             self._ratio = torch.where(here != 0, there / here, torch.zeros_like(there))
             self._bias = None if self._there.bias is None else self._there.bias.cpu().numpy()
-        spec = self._there.spec
-        logits = torch.empty((x.shape[0], spec.experts), dtype=torch.float32, device=x.device)
+        logits = torch.empty((x.shape[0], self.experts), dtype=torch.float32, device=x.device)
         matmul(x * self._ratio, self._there.weight.device, logits, self._precision)
-        return likeliest(logits.cpu().numpy(), self._bias, spec)
+        return logits
+
+    def likely(self, logits: F32) -> I32:
+        """Ids from those logits on the host, the likeliest first."""
+        return likeliest(logits, self._bias, self._there.spec)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from picaflor.backends.api import ExpertLayout, MatrixLayout
 from picaflor.backends.cuda import interpret
@@ -109,21 +110,87 @@ class TableMaker:
         self._numbers = np.array(numbers, np.int32)
         self._offsets = np.array([plane_addresses(layout, 0) for layout in layouts], np.int64)
 
+    @property
+    def words(self) -> int:
+        """Size of a table in words of 8 bytes."""
+        return ADDRESSES * len(self._numbers) + ceil_div(len(self._numbers), 2)
+
+    def put(self, words: NDArray[np.int64], slots: Mapping[int, int]) -> None:
+        """Enter experts, by number, in slots at these device addresses, multiples of 16; 0 for one that is not there.
+
+        `words` int64: the memory of a table.
+        """
+        count = len(self._numbers)
+        which = np.fromiter(slots, np.int64, len(slots))
+        starts = np.fromiter(slots.values(), np.int64, len(slots))
+        words[: ADDRESSES * count].reshape(count, ADDRESSES)[which] = self._offsets[which] + starts[:, None]
+        words[ADDRESSES * count :].view(np.int32)[which] = np.where(starts, self._numbers[which], -1)
+
+    def clear(self, words: NDArray[np.int64]) -> None:
+        """No expert is there."""
+        count = len(self._numbers)
+        words[: ADDRESSES * count] = 0
+        words[ADDRESSES * count :].view(np.int32)[:] = -1
+
+    def table(self, words: Tensor) -> ExpertTable:
+        """The table in words that are on the device."""
+        import torch
+
+        count = len(self._numbers)
+        kinds = words[ADDRESSES * count :].view(torch.int32)[:count]
+        return ExpertTable(self._kinds, words[: ADDRESSES * count].view(count, ADDRESSES), kinds)
+
     def make(self, slots: Mapping[int, int]) -> ExpertTable:
         """A table of the experts, by number, in slots at these device addresses, multiples of 16; no other is there."""
         import torch
 
-        count = len(self._numbers)
-        words = np.zeros(ADDRESSES * count + ceil_div(count, 2), np.int64)
-        addresses = words[: ADDRESSES * count].reshape(count, ADDRESSES)
-        kinds = words[ADDRESSES * count :].view(np.int32)[:count]
-        which = np.fromiter(slots, np.int64, len(slots))
-        addresses[which] = self._offsets[which] + np.fromiter(slots.values(), np.int64, len(slots))[:, None]
-        kinds[:] = -1
-        kinds[which] = self._numbers[which]
-        there = torch.from_numpy(words).to(self._device, non_blocking=True)
-        ends = there[ADDRESSES * count :].view(torch.int32)[:count]
-        return ExpertTable(self._kinds, there[: ADDRESSES * count].view(count, ADDRESSES), ends)
+        words = np.empty(self.words, np.int64)
+        self.clear(words)
+        self.put(words, slots)
+        return self.table(torch.from_numpy(words).to(self._device, non_blocking=True))
+
+
+class LayerTable:
+    """The table of one layer that stays where it is, so that captured graphs see what changes.
+
+    `here` bool `[experts]` is what `there` says once it was pushed; nothing may be launched between a change and its
+    push. A push goes to the computing stream: work that was launched before sees what was there before.
+    """
+
+    def __init__(self, maker: TableMaker, device: Any) -> None:
+        import torch
+
+        self._maker = maker
+        self._device = device
+        self._pinned = torch.empty(maker.words, dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._words: NDArray[np.int64] = self._pinned.numpy()
+        maker.clear(self._words)
+        self._memory = self._pinned.to(device, copy=True)
+        self.there = maker.table(self._memory)
+        self.here: NDArray[np.bool_] = np.zeros(self.there.kind_of.shape[0], np.bool_)
+        self.changed = False
+        self._sent: Any = None
+
+    def put(self, number: int, address: int) -> None:
+        """The expert is in the slot at this device address, or for 0 nowhere."""
+        if self._sent is not None:  # the copy of the last push may not have been made
+            self._sent.synchronize()
+            self._sent = None
+        self._maker.put(self._words, {number: address})
+        self.here[number] = address != 0
+        self.changed = True
+
+    def push(self) -> None:
+        """Let all that is launched from now on see the changes."""
+        import torch
+
+        if not self.changed:
+            return
+        self._memory.copy_(self._pinned, non_blocking=True)
+        if self._device.type != "cpu":
+            self._sent = torch.cuda.Event()
+            self._sent.record(torch.cuda.current_stream(self._device))
+        self.changed = False
 
 
 def table_for(layouts: Sequence[ExpertLayout], slots: Sequence[int], device: Any) -> ExpertTable:
@@ -234,23 +301,40 @@ def _outer(ids, weights, weights_stride, kind_of, addresses, lattice, kind, hidd
 
 
 @triton.jit
-def _combine(pairs, weights, weights_stride, out, out_stride, width, TOP_K: tl.constexpr, B: tl.constexpr):
+def _combine(pairs, others, ids, kind_of, weights, weights_stride, out, out_stride, width, TOP_K: tl.constexpr,
+             TWO: tl.constexpr, B: tl.constexpr):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     o = tl.program_id(1) * B + tl.arange(0, B)
+    live = o < width
     acc = tl.zeros((B,), tl.float32)
     for k in range(TOP_K):
-        y = tl.load(pairs + (s * TOP_K + k) * width + o, mask=o < width, other=0.0)
+        place = (s * TOP_K + k) * width
+        if TWO:
+            here = tl.load(kind_of + tl.load(ids + s * TOP_K + k)) >= 0
+            mine = tl.load(pairs + place + o, mask=live & here, other=0.0)
+            y = tl.where(here, mine, tl.load(others + place + o, mask=live & (here == 0), other=0.0))
+        else:
+            y = tl.load(pairs + place + o, mask=live, other=0.0)
         acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
-    tl.store(out + s * out_stride + o, acc, mask=o < width)
+    tl.store(out + s * out_stride + o, acc, mask=live)
 
 
-def combine(pairs: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out[row] = sum over k, in routing order, of weights[row, k] * pairs[row, k]; pairs `[rows, top_k, width]`."""
+def combine(
+    pairs: Tensor, weights: Tensor, out: Tensor, *, others: Tensor = None, ids: Tensor = None, kind_of: Tensor = None
+) -> None:
+    """out[row] = sum over k, in routing order, of weights[row, k] * pairs[row, k]; pairs `[rows, top_k, width]`.
+
+    With `others`, of the same shape, the result of an expert that is not here, by `ids` `[rows, top_k]` and a table's
+    `kind_of`, is taken from there.
+    """
     rows, top_k, width = pairs.shape
     block = 4096 if interpret.active() else 256
+    two = others is not None
+    more = (others, ids, kind_of) if two else (pairs, weights, weights)
     _combine[(rows, triton.cdiv(width, block))](
-        pairs, weights, weights.stride(0), out, out.stride(0), width, TOP_K=top_k, B=block, num_warps=4, **EXACT
-    )
+        pairs, *more, weights, weights.stride(0), out, out.stride(0), width, TOP_K=top_k, TWO=two, B=block,
+        num_warps=4, **EXACT
+    )  # fmt: skip
 
 
 class _Rows:

@@ -60,7 +60,8 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One batch on the device. `outputs` has the output rows, `numbers` their numbers among `rows`."""
+    """One batch on the device. `outputs` has the output rows, `numbers` their numbers among `rows`. `split`: the host
+    computes the experts that are not on the device."""
 
     rows: Space
     outputs: Space
@@ -69,16 +70,23 @@ class Frame:
     longest: int
     experts: ExpertProvider | None
 
+    split: bool = False
+
+    def space(self, step: Step) -> Space:
+        """The rows that a step acts on."""
+        return self.outputs if step.outputs else self.rows
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation: its name, the class that its time counts for, whether it acts on the output rows."""
+    """One operation: its name, the class that its time counts for, whether it acts on the output rows. A part of
+    another one has no name and is not counted. `host`: what the host does before it, where the frame is split."""
 
     op: str
     kind: str
     outputs: bool
     run: Callable[[Frame, Space], None]
 
+    host: Callable[[Frame, Space], None] | None = None
 
 @dataclass(slots=True)
 class Part:
@@ -99,10 +107,10 @@ class Part:
 
 
 def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
-    """Calls of experts alone, what lies between them together."""
+    """What runs in one go: the host acts before the first step only."""
     parts: list[list[Step]] = []
     for step in steps:
-        if not parts or EXPERTS in (step.op, parts[-1][0].op):
+        if not parts or step.host is not None:
             parts.append([])
         parts[-1].append(step)
     return list(parts)
@@ -227,6 +235,7 @@ class CudaProgram:
 
     @property
     def on_host(self) -> bool:
+        self._served_s = 0.0
         """Whether a call of the device has failed and the host computes."""
         return self._twin.active
 
@@ -266,23 +275,24 @@ class CudaProgram:
 
     def _run(self, size: Size, experts: ExpertProvider | None) -> None:
         self._ready(experts)
-        if self._batches.captures and 0 < size.rows <= GRAPH_ROWS:
-            self._replay(size, experts)
+        whole = self._tier.all_here or not self._asks
+        split = not whole and self._tier.splits(size.rows)
+        if self._batches.captures and 0 < size.rows <= GRAPH_ROWS and (whole or split):
+            self._replay(size, experts, whole)
         else:
             self._batches.send(size)
             self._batches.sent()
-            self._launch(self._batches.frame(size, experts), self._steps)
+            self._launch(replace(self._batches.frame(size, experts), split=split), self._steps)
 
-    def _replay(self, size: Size, experts: ExpertProvider | None) -> None:
+    def _replay(self, size: Size, experts: ExpertProvider | None, whole: bool) -> None:
         """Run by captured graphs: one where all experts are here, which brings the batch too, else one between any two
-        calls of experts.
+        acts of the host.
 
         The first call of a size runs eagerly, the second is captured as it runs, later ones replay.
         """
         if self._graphs_of != self._tier.version:
             self._graphs.clear()
             self._graphs_of = self._tier.version
-        whole = self._tier.all_here or not self._asks
         blocks = (size.longest - 1) // BLOCK_KEYS
         blocks = 1 << blocks.bit_length()  # the next power of two
         key = (size.rows, size.outputs, size.sequences, blocks, whole)
@@ -291,7 +301,7 @@ class CudaProgram:
             self._again(known[0])
             return
         wide = replace(size, longest=min(blocks * BLOCK_KEYS, self._batches.limits.capacity))
-        frame = self._batches.frame(wide, experts)
+        frame = replace(self._batches.frame(wide, experts), split=not whole)
         if known is None or not whole:
             self._batches.send(wide)
             self._batches.sent()
@@ -300,9 +310,8 @@ class CudaProgram:
             self._graphs[key] = [Part(steps) for steps in ([self._steps] if whole else _parts(self._steps))]
             return
         for part in known:
-            if not whole and part.steps[0].op == EXPERTS:
-                self._launch(frame, part.steps)
-            elif part.replays_only():
+            self._host_acts(frame, part.steps[0])
+            if part.replays_only():
                 self._again(part)
             else:
                 self._first_times(part, frame, wide if whole else None)
@@ -315,7 +324,8 @@ class CudaProgram:
         part.replays += 1
         self.replays += 1
         for step in part.steps:  # while the device computes
-            self._guard.allowed(step.op)
+            if step.op:
+                self._guard.allowed(step.op)
 
     def _first_times(self, part: Part, frame: Frame, brings: Size | None) -> None:
         """Capture a graph and replay it, or one that tells its seconds; `brings`: and the batch comes with it."""
@@ -342,14 +352,26 @@ class CudaProgram:
         return graph
 
     def _launch(self, frame: Frame, steps: Sequence[Step]) -> None:
-        self._put(frame, steps, self._clock)
+        for part in _parts(steps) if frame.split else [steps]:
+            self._host_acts(frame, part[0])
+            self._put(frame, part, self._clock)
+
+    def _host_acts(self, frame: Frame, step: Step) -> None:
+        """What the host does before a step of a frame that is split; it counts as time of experts."""
+        exchange = self._tier.exchange
+        if not frame.split or step.host is None or exchange is None or not frame.space(step).count:
+            return
+        served = exchange.served_s
+        step.host(frame, frame.space(step))
+        self._served_s += exchange.served_s - served
 
     def _put(self, frame: Frame, steps: Sequence[Step], clock: Clock | None) -> None:
         """Give the steps to the device, with marks where a class begins."""
         for step in steps:
-            space = frame.outputs if step.outputs else frame.rows
+            space = frame.space(step)
             if space.count:
-                self._guard.allowed(step.op)
+                if step.op:
+                    self._guard.allowed(step.op)
                 if clock is not None:
                     clock.mark(step.kind)
                 step.run(frame, space)
@@ -406,5 +428,7 @@ class CudaProgram:
         return taken
 
 
+        found["experts"] = found.get("experts", 0.0) + self._served_s
+        self._served_s = 0.0
 def _nothing() -> None:
     """All that a run needs is here."""

@@ -6,7 +6,7 @@ Knows shapes, buffers of torch and the modules that launch; must not know famili
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -28,13 +28,15 @@ from picaflor.backends.batches import Limits
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.early import EarlyRouter, RouterInputs
+from picaflor.backends.cuda.exchange import Exchange
 from picaflor.backends.cuda.formats import Needs, needs
 from picaflor.backends.cuda.matmul import matmul
 from picaflor.backends.cuda.memory import needed
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
-from picaflor.backends.cuda.tier import ExpertTier, HeldLayer
+from picaflor.backends.cuda.slots import HeldLayer
+from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import HeldMatrix
 from picaflor.backends.host import FINISH, Call, HostTwin
 from picaflor.backends.programs import Guard
@@ -433,29 +435,51 @@ class CudaRecorder:
         _check(whole, "experts: ids and weights must be whole buffers of the same width")
         for name in sorted({m.format for e in layouts for m in (e.gate, e.up, e.down)}):
             self._select("expert_ffn", name, f"experts of layer {layer}")
-        held = self._tier.add_layer(layer, layouts, hidden=x.width)
+        held = self._tier.add_layer(layer, layouts, hidden=x.width, top_k=ids.width)
         self._tell_early(held, self._router_inputs(x, ids))
         v, i, w, o = _view(x), _view(ids, "i32"), _view(weights), _view(out)
         kinds = {needs(m.format, m.group_size, self._precision) for e in layouts for m in (e.gate, e.up)}
         rooms = [(wanted, *self._prepared_rows(x, wanted)) for wanted in kinds if wanted is not None]
 
-        def run(frame: Frame, space: Space) -> None:
-            assert frame.experts is not None
-            given = v[: space.count]
+        def ask(frame: Frame, space: Space) -> None:
+            if frame.split:
+                self._exchange().ask(held, v[: space.count], i[: space.count])
+
+        def give(frame: Frame, space: Space) -> None:
+            given, chosen, factors = (view[: space.count] for view in (v, i, w))
             for wanted, room, fresh in rooms:
                 if fresh:
                     prepare(given, wanted, into=room)
             prepared = [room for _, room, _ in rooms]
-            self._tier.compute(held, given, i[: space.count], w[: space.count], o[: space.count], frame.experts,
-                               prepared)  # fmt: skip
+            if frame.split:
+                self._exchange().give(held, given, chosen, factors, prepared)
+            else:
+                assert frame.experts is not None
+                self._tier.compute(held, given, chosen, factors, o[: space.count], frame.experts, prepared)
+
+        def join(frame: Frame, space: Space) -> None:
+            if frame.split:
+                self._exchange().join(held, i[: space.count], w[: space.count], o[: space.count])
+
+        def serve(frame: Frame, space: Space) -> None:
+            assert frame.experts is not None
+            self._exchange().serve(held, space.count, frame.experts)
 
         options = {"layer": layer, "layouts": layouts}
-        self._record("expert_ffn", "experts", run, (x, ids, weights, out), options, name="experts")
+        self._steps.append(Step("", "experts", self._outputs, ask))
+        self._record("expert_ffn", "experts", give, (x, ids, weights, out), options, name="experts")
+        self._steps[-1] = replace(self._steps[-1], host=lambda frame, space: self._exchange().mark())
         if beside is not None:
             beside()
 
     def finish(self) -> CudaProgram:
         """The program of all that was recorded since the last finish; tells what fell back in it."""
+        self._steps.append(Step("", "experts", self._outputs, join, host=serve))
+
+    def _exchange(self) -> Exchange:
+        exchange = self._tier.exchange
+        assert exchange is not None
+        return exchange
         self._table.announce()
         self._twin.calls.append(Call(FINISH, (), {}))
         steps, self._steps, self._outputs = self._steps, [], False

@@ -7,7 +7,7 @@ whatever the computing stream is given after `settle`, and never before.
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Final
 
@@ -42,11 +42,28 @@ def fill(target: int, source: int, nbytes: int) -> None:
         job.result()
 
 
+class Sent:
+    """A copy on its way; `event` of its stream, None where it was made at once."""
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether all of it is there."""
+        return self._event is None or bool(self._event.query())
+
+
+def fill_later(target: int, source: int, nbytes: int) -> Future[Any]:
+    """Copy host memory to host memory meanwhile."""
+    return _copiers().submit(ctypes.memmove, target, source, nbytes)
+
+
 class Staging:
     """Copies from host addresses to device memory, in order. On a device that is the host they are plain copies."""
 
     def __init__(self, device: Any, nbytes: int) -> None:
         self._async = device.type != "cpu"
+        self._device = device
         self.nbytes = nbytes
         if self._async:
             self._stream = torch.cuda.Stream(device)
@@ -77,15 +94,28 @@ class Staging:
             event.record(self._stream)
         self._sent[place] = event
 
+    def start(self, pinned: Tensor, target: Tensor, after: Any) -> Sent:
+        """Copy pinned host memory to the uint8 tensor `target` behind the event `after`; both stay as they are until it
+        is done. The computing stream does not wait for it."""
+        if not self._async:
+            target.copy_(pinned)
+            return Sent(None)
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            target.copy_(pinned, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Sent(event)
+
     def settle(self) -> None:
         """Let the computing stream wait for all copies that were sent."""
         if self._async:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def used(self) -> Any:
         """An event after all that the computing stream was given so far; None where there are no streams."""
         if not self._async:
             return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event

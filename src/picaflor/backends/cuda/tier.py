@@ -1,28 +1,30 @@
-"""Routed experts on a device: slots in its memory, filled from a provider's slots on the host, and calls of a layer.
+"""Routed experts on a device: memory for them, what is copied there when, and how a call finds them.
 
-Knows layouts, slots and heat; must not know families, files or who reads them. Where every expert fits, all are copied
-before the first call and no call asks the host again. Else a call computes the experts that are here, then those that
-are sent for; which ones were here changes no bit. Kernels find a slot only through a table, and a table names a slot
-only when its copy comes before those kernels: a half-written one is never read.
+Knows layouts and memory; must not know families, files or who reads experts. Where every expert fits, all are copied
+before the first call and no call asks the host again. Else a call of few rows leaves what is not here to the host
+(exchange.py), and what was wanted often enough comes to stay (promote.py); a call of many rows sends for the others
+(many.py). Which ones were here changes no bit. A table names a slot only when its copy comes before the kernels that
+are launched from then on: a half-written one is never read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, AheadProvider, ExpertLayout, ExpertLease, ExpertProvider
-from picaflor.backends.cpu.early import MOST_ROWS
-from picaflor.backends.cuda.early import EarlyRouter
-from picaflor.backends.cuda.experts import ExpertTable, TableMaker, combine, counters, expert_ffn
+from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
+from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts
+from picaflor.backends.cuda.experts import TableMaker, counters, expert_ffn
+from picaflor.backends.cuda.many import ManyRows
 from picaflor.backends.cuda.prepare import Prepared
+from picaflor.backends.cuda.promote import Promotions
 from picaflor.backends.cuda.rows import Tensor
-from picaflor.backends.cuda.staging import Staging
+from picaflor.backends.cuda.slots import HeldLayer, Slots, TierCounters
 from picaflor.errors import OutOfBudget
 from picaflor.sizes import format_bytes
 
@@ -30,83 +32,45 @@ SLACK_BYTES: Final = 64
 ALIGN_BYTES: Final = 256
 PASSING: Final = 8
 """Slots, at most, for experts that are computed once and not kept."""
-COOLING: Final = 4096
-"""Calls after which all heat is halved."""
-Key = tuple[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """Room for one expert. `generation` counts what was copied here; `used`: event of the last call that read it."""
-
-    number: int
-    key: Key | None = None
-    generation: int = 0
-    used: Any = None
-
-
-@dataclass(slots=True, eq=False)
-class HeldLayer:
-    """One layer's experts: layouts, where they are, how often they were wanted (a part of all layers' heat, which
-    begins at `first`). `table` names all of them where all are on the device."""
-
-    layer: int
-    layouts: tuple[ExpertLayout, ...]
-    hidden: int
-    maker: TableMaker
-    slots: dict[int, Slot] = field(default_factory=dict)
-    heat: NDArray[np.float64] = field(init=False)
-    first: int = 0
-    early: EarlyRouter | None = None
-    table: ExpertTable | None = None
-
-    def __post_init__(self) -> None:
-        self.heat = np.zeros(len(self.layouts))
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What was found on the device and what was sent, in experts and bytes."""
-
-    hits: int = 0
-    sent: int = 0
-    sent_bytes: int = 0
-    promoted: int = 0
 
 
 class ExpertTier:
     """All slots of one device. `free()` says how many bytes experts may take (asked when the first call comes);
-    `notice` gets a line where that was too much. `version` changes with the memory of the slots. `most_slots`
-    bounds them where it is set before the first call. `all_here`: every expert is, and no call asks the host.
+    `notice` gets a line where that was too much. `host` computes what is not here in calls of few rows. `version`
+    changes with the memory of the slots. `most_slots` bounds them where it is set before the first call. `all_here`:
+    every expert is, and no call asks the host. `exchange`: what calls of few rows go through where that is not so.
     """
 
-    def __init__(self, device: Any, precision: str, *, free: Callable[[], int], notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: Any,
+        precision: str,
+        *,
+        free: Callable[[], int],
+        notice: Callable[[str], None],
+        host: HostExperts,
+    ) -> None:
         self.counters = TierCounters()
         self.version = 0
         self.all_here = False
+        self.precision = precision
+        self.exchange: Exchange | None = None
+        self.most_slots: int | None = None
         self._device = device
-        self._precision = precision
+        self._host = host
         self._free_bytes = free
         self._notice = notice
         self._layers: dict[int, HeldLayer] = {}
         self._provider: ExpertProvider | None = None
-        self._memory: Tensor = None
-        self._free: list[Slot] = []
-        self._passing: list[Slot] = []
-        self._kept: dict[Key, Slot] = {}
-        self._slots: list[Slot] = []
-        self._owners: NDArray[np.int64] = np.zeros(0, np.int64)
-        self._heats: NDArray[np.float64] = np.zeros(0)
-        self._staging: Staging | None = None
-        self._calls = 0
-        self.most_slots: int | None = None
+        self._slots: Slots | None = None
+        self._promotions: Promotions | None = None
         self._shrunk = False
         self._arrived: Tensor = None
         self._counters_kept: list[Tensor] = []
 
     # ---- recording ----
 
-    def add_layer(self, layer: int, layouts: Sequence[ExpertLayout], *, hidden: int) -> HeldLayer:
+    def add_layer(self, layer: int, layouts: Sequence[ExpertLayout], *, hidden: int, top_k: int) -> HeldLayer:
         """A layer as it is recorded. Raises ValueError where shapes do not fit."""
         for number, expert in enumerate(layouts):
             inner = expert.gate.rows
@@ -114,9 +78,9 @@ class ExpertTier:
             if shapes != [(inner, hidden), (inner, hidden), (hidden, inner)]:
                 raise ValueError(f"layer {layer}, expert {number}: gate, up, down are {shapes} for rows of {hidden}")
         known = self._layers.get(layer)
-        if known is not None and known.layouts == tuple(layouts):
+        if known is not None and (known.layouts, known.top_k) == (tuple(layouts), top_k):
             return known
-        held = HeldLayer(layer, tuple(layouts), hidden, TableMaker(layouts, self._device))
+        held = HeldLayer(layer, tuple(layouts), hidden, top_k, TableMaker(layouts, self._device))
         self._layers[layer] = held
         self._forget()
         return held
@@ -137,25 +101,28 @@ class ExpertTier:
     @property
     def slots(self) -> int:
         """Slots that were taken, 0 before the first call."""
-        return 0 if self._memory is None else int(self._memory.shape[0])
+        return 0 if self._slots is None else len(self._slots.every)
 
     @property
     def held(self) -> int:
         """Experts that are on the device now."""
-        return len(self._kept)
+        return 0 if self._slots is None else len(self._slots.kept)
 
     def prepare(self, provider: ExpertProvider | None) -> None:
-        """Take memory, and copy all experts where all fit. Called before each run; does nothing the second time."""
+        """Take memory, and copy all experts where all fit; else let what has come be seen, and send what was taken.
+        Called before each run."""
         if provider is None or not self._layers:
             return
         if provider is not self._provider:
             self._forget()
             self._provider = provider
-        if self._memory is None:
-            self._take()
-        if self.slots >= self.experts and not self.all_here:
+        slots = self._take() if self._slots is None else self._slots
+        if self._promotions is not None:
+            slots.settle()  # a call of many rows may have failed between a copy and its end
+            self._promotions.turn()
+        elif not self.all_here:
             for held in self._layers.values():
-                self._bring_all(held, provider)
+                self._bring_all(slots, held, provider)
             self.all_here = True
 
     def shrink(self) -> bool:
@@ -172,7 +139,7 @@ class ExpertTier:
         )
         return True
 
-    def _take(self) -> None:
+    def _take(self) -> Slots:
         room = self._free_bytes()
         wanted = min(self.experts, room // self.stride)
         if self.most_slots is not None:
@@ -183,78 +150,41 @@ class ExpertTier:
                 "for experts: raise --vram, or lower --ctx or --prefill-chunk"
             )
         try:
-            self._memory = torch.empty((wanted, self.stride), dtype=torch.uint8, device=self._device)
+            memory = torch.empty((wanted, self.stride), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             if self._shrunk:
                 raise OutOfBudget(f"the device gives no memory for {wanted} expert slots: {error}") from error
             self._shrunk, self.most_slots = True, max(1, wanted * 3 // 4)
             self._notice(f"the device gives no memory for {wanted} expert slots: {self.most_slots} are taken")
-            self._take()
-            return
-        every = [Slot(number) for number in range(wanted)]
+            return self._take()
         passing = 0 if wanted >= self.experts else min(PASSING, max(1, wanted // 4))
-        self._passing, self._free, self._slots = every[:passing], every[passing:], every
-        self._owners = np.full(wanted, -1, np.int64)
-        self._heats = np.concatenate([held.heat for held in self._layers.values()])
-        first = 0
-        for held in self._layers.values():
-            held.heat, held.first = self._heats[first : first + len(held.layouts)], first
-            first += len(held.layouts)
-        self._staging = Staging(self._device, self.stride)
+        slots = self._slots = Slots(memory, self._layers, self._device, self.counters, passing=passing)
+        if wanted < self.experts:
+            self._promotions = Promotions(slots, self._layers, self._device)
+            self.exchange = Exchange(self, self._host, self._device, tuple(self._layers.values()))
+        return slots
 
     def _forget(self) -> None:
-        """Nothing is here any more."""
+        """Nothing is here any more. Copies under way end before anybody else writes to their memory."""
+        if self._slots is not None:
+            self._slots.staging.settle()
         self.version += 1
         self.all_here = False
-        self._memory, self._staging, self._free, self._passing, self._kept = None, None, [], [], {}
-        self._provider = None
+        self._slots, self._promotions, self.exchange, self._provider = None, None, None, None
         for held in self._layers.values():
             held.slots, held.table = {}, None
 
-    def _address(self, slot: Slot) -> int:
-        return int(self._memory.data_ptr()) + slot.number * self.stride
-
-    # ---- copies ----
-
-    def _bring_all(self, held: HeldLayer, provider: ExpertProvider) -> None:
+    def _bring_all(self, slots: Slots, held: HeldLayer, provider: ExpertProvider) -> None:
         missing = np.array([e for e in range(len(held.layouts)) if e not in held.slots], np.int32)
-        if not len(missing):
-            return
-        with provider.acquire(held.layer, missing) as lease:
-            for numbers, addresses in lease.batches():
-                for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
-                    slot = self._free.pop()
-                    self._send(held, number, address, slot)
-                    self._keep(held, number, slot)
-        self._settle()
-        held.table = held.maker.make({number: self._address(slot) for number, slot in held.slots.items()})
-
-    def _send(self, held: HeldLayer, number: int, address: int, slot: Slot) -> None:
-        assert self._staging is not None
-        nbytes = held.layouts[number].nbytes
-        slot.generation += 1
-        self._staging.send(address, nbytes, self._memory[slot.number], slot.used)
-        self.counters.sent += 1
-        self.counters.sent_bytes += nbytes
-
-    def _settle(self) -> None:
-        assert self._staging is not None
-        self._staging.settle()
-
-    def _keep(self, held: HeldLayer, number: int, slot: Slot) -> None:
-        slot.key = (held.layer, number)
-        held.slots[number] = slot
-        self._kept[slot.key] = slot
-        self._owners[slot.number] = held.first + number
-        self.counters.promoted += 1
-
-    def _drop(self, slot: Slot) -> None:
-        assert slot.key is not None
-        layer, number = slot.key
-        del self._kept[slot.key]
-        del self._layers[layer].slots[number]
-        self._owners[slot.number] = -1
-        slot.key = None
+        if len(missing):
+            with provider.acquire(held.layer, missing) as lease:
+                for numbers, addresses in lease.batches():
+                    for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
+                        slot = slots.free.pop()
+                        slots.send(held, number, address, slot)
+                        slots.keep(held, number, slot)
+        slots.settle()
+        held.live.push()
 
     # ---- calls ----
 
@@ -272,76 +202,45 @@ class ExpertTier:
 
         `prepared`: rows of x that exist already.
         """
+        counts = self.counts(held, ids)
         if self.all_here:
-            assert held.table is not None
-            counts = self._counts(held, ids)
-            expert_ffn(x, ids, weights, held.table, out, self._precision, prepared=prepared, arrived=counts)
+            expert_ffn(x, ids, weights, held.live.there, out, self.precision, prepared=prepared, arrived=counts)
             return
-        chosen: I32 = ids.cpu().numpy()
-        if chosen.min() < 0 or chosen.max() >= len(held.layouts):
-            raise ValueError(f"a row chose an expert outside 0 to {len(held.layouts) - 1}: {chosen.tolist()}")
-        wanted = np.unique(chosen).tolist()
-        self._warm(held, wanted)
+        assert self._slots is not None
+        wanted = self._wanted(held, ids.cpu().numpy())
         here = {number: held.slots[number] for number in wanted if number in held.slots}
-        missing = np.array([number for number in wanted if number not in here], np.int32)
         self.counters.hits += len(here)
-        part = _Part(held, x, ids, weights, out, prepared)
-        if len(missing):
-            with provider.acquire(held.layer, missing) as lease:
-                self._expect(part, provider)
-                for number, address in _each(lease):
-                    self._bring(part, here, number, address)
-            self._settle()
-        self._compute(part, here)
-        if not len(missing):
-            self._expect(part, provider)
-        if part.pairs is not None:
-            combine(part.pairs, weights, out)
+        call = ManyRows(self._slots, self.precision, held, x, ids, weights, out, prepared, counts)
+        call.run(here, [number for number in wanted if number not in here], provider)
 
-    def _expect(self, part: _Part, provider: ExpertProvider) -> None:
-        """Tell a provider that reads ahead what the next call will probably want and the device does not have."""
-        early = part.held.early
-        if early is None or part.x.shape[0] > MOST_ROWS or not isinstance(provider, AheadProvider):
-            return
-        if not provider.reads_ahead(early.layer):
-            return
-        there = self._layers[early.layer].slots
-        told = [number for number in early.choose(part.x).tolist() if number not in there]
-        if told:
-            provider.expect(early.layer, np.array(told, np.int32))
+    def splits(self, rows: int) -> bool:
+        """Whether a step of so many rows leaves what is not here to the host."""
+        return self.exchange is not None and rows <= HOST_ROWS
 
-    def _bring(self, part: _Part, here: dict[int, Slot], number: int, address: int) -> None:
-        """Send an expert to a slot and put that into `here`; where there is none left, those are computed first."""
-        held = part.held
-        slot = self._room(part, here, number)
-        if slot is not None:
-            self._send(held, number, address, slot)
-            self._keep(held, number, slot)
-        else:
-            if part.passing is None or not part.passing:
-                if part.passing is not None:
-                    self._settle()
-                    part.pairs = part.new_pairs() if part.pairs is None else part.pairs
-                    self._compute(part, here)
-                    here.clear()
-                part.passing = list(self._passing)
-            slot = part.passing.pop()
-            self._send(held, number, address, slot)
-        here[number] = slot
+    def found(self, held: HeldLayer, chosen: I32) -> NDArray[np.bool_]:
+        """Which of these choices are on the device, for a call of few rows. They are counted."""
+        if held.live.changed:
+            raise RuntimeError(f"layer {held.layer}: its table was changed amid a step")
+        wanted = self._wanted(held, chosen)
+        here = held.live.here
+        self.counters.hits += int(np.count_nonzero(here[wanted]))
+        return here[chosen]
 
-    def _compute(self, part: _Part, here: Mapping[int, Slot]) -> None:
-        """The experts in these slots: the sum, or their single results where others come from elsewhere."""
-        held = part.held
-        table = held.maker.make({number: self._address(slot) for number, slot in here.items()})
-        counts = self._counts(held, part.ids)
-        expert_ffn(part.x, part.ids, part.weights, table, part.out, self._precision, pairs=part.pairs,
-                   prepared=part.prepared, arrived=counts)  # fmt: skip
-        assert self._staging is not None
-        event = self._staging.used()
-        for slot in here.values():
-            slot.used = event
+    def offers(self, held: HeldLayer, numbers: I32, addresses: NDArray[np.uint64]) -> AbstractContextManager[None]:
+        """Meanwhile experts that are worth a slot are taken from these addresses."""
+        assert self._promotions is not None
+        return self._promotions.offers(held, numbers, addresses)
 
-    def _counts(self, held: HeldLayer, ids: Tensor) -> Tensor:
+    def computed(self, held: HeldLayer, numbers: I32) -> None:
+        """The host computed these."""
+        self.counters.host += len(numbers)
+        self.counters.host_bytes += sum(held.layouts[number].nbytes for number in numbers.tolist())
+
+    def here(self, layer: int) -> NDArray[np.bool_]:
+        """Which experts of a layer are on the device."""
+        return self._layers[layer].live.here
+
+    def counts(self, held: HeldLayer, ids: Tensor) -> Tensor:
         """Zeroed counters for one call, shared by all calls: each leaves them as it found them."""
         inner = max(layout.gate.rows for layout in held.layouts)
         needed = counters(ids.shape[0] * ids.shape[1], inner, held.hidden)
@@ -350,60 +249,11 @@ class ExpertTier:
             self._counters_kept.append(self._arrived)  # a captured graph goes on using its own
         return self._arrived
 
-    def _warm(self, held: HeldLayer, wanted: Sequence[int]) -> None:
-        held.heat[list(wanted)] += 1.0
-        self._calls += 1
-        if self._calls % COOLING == 0:
-            for other in self._layers.values():
-                other.heat *= 0.5
-
-    def _room(self, part: _Part, here: Mapping[int, Slot], number: int) -> Slot | None:
-        """A slot to keep an expert in: a free one, or that of a colder expert that this call does not want."""
-        if self._free:
-            return self._free.pop()
-        if part.coldest is None:
-            part.coldest = self._by_heat(here)
-        if not part.coldest:
-            return None
-        heat, slot = part.coldest[-1]
-        if heat >= part.held.heat[number] and self._passing:
-            return None
-        part.coldest.pop()
-        self._drop(slot)
-        return slot
-
-    def _by_heat(self, but: Mapping[int, Slot]) -> list[tuple[float, Slot]]:
-        """The coldest of the kept slots, the coldest last, as many as a call can want; without those of `but`."""
-        heats = np.full(len(self._slots), np.inf)
-        taken = self._owners >= 0
-        heats[taken] = self._heats[self._owners[taken]]
-        heats[[slot.number for slot in but.values()]] = np.inf
-        most = max(len(held.layouts) for held in self._layers.values())
-        order = np.argsort(heats, kind="stable")[:most][::-1]
-        return [(float(heats[n]), self._slots[n]) for n in order.tolist() if np.isfinite(heats[n])]
-
-
-@dataclass(slots=True)
-class _Part:
-    """One call under way. `pairs`: single results, once it is known that not all experts are here together; `passing`:
-    slots of those that are not kept, free for this call; `coldest`: slots that may be taken, the coldest last."""
-
-    held: HeldLayer
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    out: Tensor
-    prepared: Sequence[Prepared]
-    pairs: Tensor = None
-    passing: list[Slot] | None = None
-    coldest: list[tuple[float, Slot]] | None = None
-
-    def new_pairs(self) -> Tensor:
-        """Room for the results of each row and choice."""
-        return torch.empty((*self.ids.shape, self.held.hidden), dtype=torch.float32, device=self.x.device)
-
-
-def _each(lease: ExpertLease) -> Iterator[tuple[int, int]]:
-    """(expert, address), as they come."""
-    for numbers, addresses in lease.batches():
-        yield from zip(numbers.tolist(), addresses.tolist(), strict=True)
+    def _wanted(self, held: HeldLayer, chosen: I32) -> list[int]:
+        """The distinct ones of these choices, ascending; their experts get warmer."""
+        if chosen.min() < 0 or chosen.max() >= len(held.layouts):
+            raise ValueError(f"a row chose an expert outside 0 to {len(held.layouts) - 1}: {chosen.tolist()}")
+        assert self._slots is not None
+        wanted: list[int] = np.unique(chosen).tolist()
+        self._slots.warm(held, wanted)
+        return wanted
