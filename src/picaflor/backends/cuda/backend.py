@@ -216,7 +216,6 @@ class CudaBackend(DeviceBackend):
         """The architecture that the kernels behind a selected cell run on."""
         return self.isa
 
-
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: staging only, the buffers are on the device."""
         return 0
@@ -274,6 +273,11 @@ class CudaBackend(DeviceBackend):
         self._matrices.copy_all()
         self.tier.prepare(experts)
 
+    def _host_computes(self, layer: int, formats: Sequence[str]) -> None:
+        """The CPU computes what the device does not have of a layer: its kernels are counted, by format."""
+        for name in formats:
+            self.table.beside("expert_ffn", name, HOST, what=f"experts of layer {layer}")
+
     def _tell(self, text: str) -> None:
         if self._notice is not None:
             self._notice(text)
@@ -281,11 +285,6 @@ class CudaBackend(DeviceBackend):
 
 def open_backend(
     *,
-    def _host_computes(self, layer: int, formats: Sequence[str]) -> None:
-        """The CPU computes what the device does not have of a layer: its kernels are counted, by format."""
-        for name in formats:
-            self.table.beside("expert_ffn", name, HOST, what=f"experts of layer {layer}")
-
     backend: Name = "cuda",
     threads: int | None = None,
     precision: Precision = "standard",

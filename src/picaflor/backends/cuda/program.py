@@ -69,12 +69,12 @@ class Frame:
     pages: Tensor
     longest: int
     experts: ExpertProvider | None
-
     split: bool = False
 
     def space(self, step: Step) -> Space:
         """The rows that a step acts on."""
         return self.outputs if step.outputs else self.rows
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -85,8 +85,8 @@ class Step:
     kind: str
     outputs: bool
     run: Callable[[Frame, Space], None]
-
     host: Callable[[Frame, Space], None] | None = None
+
 
 @dataclass(slots=True)
 class Part:
@@ -232,10 +232,10 @@ class CudaProgram:
         self._written: dict[tuple[int, int], tuple[Rows, F32]] = {}
         self._pinned: dict[tuple[int, int, int], Tensor] = {}
         self._seconds = dict.fromkeys(CLASSES, 0.0)
+        self._served_s = 0.0
 
     @property
     def on_host(self) -> bool:
-        self._served_s = 0.0
         """Whether a call of the device has failed and the host computes."""
         return self._twin.active
 
@@ -417,6 +417,8 @@ class CudaProgram:
         """
         taken, self._seconds = self._seconds, dict.fromkeys(CLASSES, 0.0)
         found = dict(self._clock.take())
+        found["experts"] = found.get("experts", 0.0) + self._served_s
+        self._served_s = 0.0
         for part in (part for parts in self._graphs.values() for part in parts):
             for kind, seconds in part.lasts.items():
                 found[kind] = found.get(kind, 0.0) + part.replays * seconds
@@ -428,7 +430,5 @@ class CudaProgram:
         return taken
 
 
-        found["experts"] = found.get("experts", 0.0) + self._served_s
-        self._served_s = 0.0
 def _nothing() -> None:
     """All that a run needs is here."""

@@ -471,15 +471,15 @@ class CudaRecorder:
         self._steps[-1] = replace(self._steps[-1], host=lambda frame, space: self._exchange().mark())
         if beside is not None:
             beside()
-
-    def finish(self) -> CudaProgram:
-        """The program of all that was recorded since the last finish; tells what fell back in it."""
         self._steps.append(Step("", "experts", self._outputs, join, host=serve))
 
     def _exchange(self) -> Exchange:
         exchange = self._tier.exchange
         assert exchange is not None
         return exchange
+
+    def finish(self) -> CudaProgram:
+        """The program of all that was recorded since the last finish; tells what fell back in it."""
         self._table.announce()
         self._twin.calls.append(Call(FINISH, (), {}))
         steps, self._steps, self._outputs = self._steps, [], False
