@@ -55,6 +55,16 @@ def warnings(err: str) -> list[str]:
             ("--read-engine", "io_uring", "--read-threads", "3"),
             "--read-threads 3 has no effect: io_uring reads, --queue-depth at once",
         ),
+        (
+            ("--mapped", "off", "--policy", "lru", "--prefetch", "on"),
+            "every expert stays in memory once it was read, without effect: --policy lru, --prefetch on; "
+            "--expert-slots or --ram leave fewer there",
+        ),
+        (
+            ("--mapped", "off", "--prefetch", "on"),
+            "every expert stays in memory once it was read, without effect: --prefetch on; "
+            "--expert-slots or --ram leave fewer there",
+        ),
     ],
 )
 def test_an_option_without_effect_is_told(

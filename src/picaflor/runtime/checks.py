@@ -86,6 +86,16 @@ def tell_idle(asked: EngineOptions, used: EngineOptions, index: ModelIndex, noti
     tell_group_size(asked.group_size, index, notices)
 
 
+def tell_settled(asked: EngineOptions, notices: Notices) -> None:
+    """One line for what was asked for and does nothing where every expert stays in memory."""
+    given = {f"--policy {asked.policy}": asked.policy != "auto", "--prefetch on": asked.prefetch == "on"}
+    if unused := [flag for flag, is_given in given.items() if is_given]:
+        notices.tell(
+            f"every expert stays in memory once it was read, without effect: {', '.join(unused)}; "
+            "--expert-slots or --ram leave fewer there"
+        )
+
+
 def tell_group_size(asked: int | None, index: ModelIndex, notices: Notices, *, flag: str = "--group-size") -> None:
     """One line for a group size that was given and that no tensor has a use for."""
     if asked is not None and not _grouped(index):

@@ -235,6 +235,8 @@ def build(path: Path, options: EngineOptions, *, progress: Progress, warn: Calla
             plan.threads_source = "tuned"
         store = plan.store
         if store is not None and plan.ledger.all_resident:
+            if isinstance(store, ExpertStore):
+                checks.tell_settled(asked, notices)
             store.preload(lambda done, total: progress("loading experts", done, total))
         return plan
     except BaseException:

@@ -140,7 +140,10 @@ def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
         checks.tell_idle(asked, options, index, notices)
         if names := Lossy(options.router_top_p, options.expert_budget).names():
             notices.tell(f"the plan is for all experts that the router chooses, without {', '.join(names)}")
-        return _sketch(path, container, model, index, options, notices)
+        plan = _sketch(path, container, model, index, options, notices)
+        if plan.files is not None and plan.ledger.all_resident:
+            checks.tell_settled(asked, notices)
+        return plan
     except BaseException:
         container.close()
         raise
