@@ -12,7 +12,7 @@ from typing import Any
 from compile_products import Case, compiled
 from triton.backends.compiler import GPUTarget
 
-from picaflor.backends.cuda import attention, choose, latent, rows
+from picaflor.backends.cuda import attention, choose, latent, rows, sampling
 
 F32 = [
     "x",
@@ -79,6 +79,11 @@ def cases() -> Iterator[Case]:
         made.append((latent._embed, {**stored, "B": 1024}, 4, special))
         made.append((latent._absorb, {**stored, "W": 512, "B": 64, "U": 32, "EVEN": True}, 2, special))
         made.append((latent._expand, {**stored, "W": 512, "V": 16, "U": 16}, 4, special))
+    drawing = dict.fromkeys(("best", "finite", "bins", "sums"), "*i64")
+    drawing |= {"chances": "*fp64", "weights": "*fp32", "out": "*i32"}
+    made.append((sampling._best, {"B": 1024}, 4, drawing))
+    made.append((sampling._weigh, {"B": 1024, "BLOCKS": 256}, 4, drawing))
+    made.append((sampling._choose, {"BLOCKS": 256, "C": 4096}, 16, drawing))
     for kernel, constants, warps, special in made:
         yield kernel, constants, {**types(kernel, constants), **special}, warps
 

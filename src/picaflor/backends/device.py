@@ -97,9 +97,7 @@ class DeviceBackend(ABC):
             self.table.select("sample", NO_FORMAT, self.name)
             self.table.announce()
             self._sampled = True
-        row = np.ascontiguousarray(logits, dtype=np.float32)
-        token: int = _native.sample("auto", row, temperature=temperature, top_p=top_p, uniform=uniform)
-        return token
+        return sample_on_host(logits, temperature=temperature, top_p=top_p, uniform=uniform)
 
     def kv_bytes(self) -> int:
         """Bytes of key-value pages that have been written to so far, on the device."""
@@ -140,3 +138,10 @@ def _no_page(plane: KVPlane, page: int) -> F32:
 
 def _told(reason: str) -> None:
     """The program's guard has told of it already."""
+
+
+def sample_on_host(logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
+    """`Backend.sample` of the CPU."""
+    row = np.ascontiguousarray(logits, dtype=np.float32)
+    token: int = _native.sample("auto", row, temperature=temperature, top_p=top_p, uniform=uniform)
+    return token

@@ -21,6 +21,7 @@ from picaflor.backends.cuda.capabilities import Name
 from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.exchange import HostExperts
 from picaflor.backends.cuda.recorder import CudaRecorder
+from picaflor.backends.cuda.sampling import Drawing
 from picaflor.backends.cuda.several import SeveralBackend
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
@@ -137,6 +138,7 @@ class CudaBackend(DeviceBackend):
         self._matrices: Matrices
         declared = capabilities.declare(CapabilityTable(), backend) if table is None else table
         super().__init__(Matrices(self.device), declared, threads=threads, precision=precision, fail_after=fail_after)
+        self._drawing = Drawing(self.device, table=self.table, backend=backend, guard=self._guard)
         self.graphs = True
         self._vram_bytes = vram_bytes
         self._notice = notice
@@ -191,6 +193,7 @@ class CudaBackend(DeviceBackend):
             twin=self.twin(max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages),
             guard=self._guard,
             ready=self._ready,
+            drawing=self._drawing,
             captures=self.graphs and self.device.type != "cpu" and self._fail_after is None,
             max_rows=max_rows,
             max_outputs=max_outputs,
@@ -211,6 +214,11 @@ class CudaBackend(DeviceBackend):
             self.reload()
             self.released = 0
         return super().on_host()
+
+    def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
+        """One token from logits `[vocabulary]` of the host, on the device; argmax at temperature 0 or below."""
+        with current(self.device):
+            return self._drawing.sample(logits, temperature=temperature, top_p=top_p, uniform=uniform)
 
     def isa_of(self, cell: Cell) -> str:
         """The architecture that the kernels behind a selected cell run on."""

@@ -33,7 +33,7 @@ PRODUCTS: Final[Mapping[str, State]] = MappingProxyType(
 
 def cells(backend: Name) -> Iterator[Cell]:
     """Every cell of one backend."""
-    return device_cells(backend, PRODUCTS, FORMAT_FREE_OPS)
+    return device_cells(backend, PRODUCTS, {**FORMAT_FREE_OPS, "sample": "native"})
 
 
 def declare(table: CapabilityTable, backend: Name) -> CapabilityTable:

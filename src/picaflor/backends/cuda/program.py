@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.api import Batch, Chance, ExpertProvider, Rows
 from picaflor.backends.batches import Limits
 from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
@@ -25,6 +25,7 @@ from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
 if TYPE_CHECKING:
+    from picaflor.backends.cuda.sampling import Drawing
     from picaflor.backends.cuda.tier import ExpertTier
     from picaflor.backends.host import HostTwin
 
@@ -214,6 +215,7 @@ class CudaProgram:
         *,
         guard: Guard,
         ready: Callable[[ExpertProvider | None], None],
+        drawing: Drawing,
         tier: ExpertTier,
     ) -> None:
         self._steps = tuple(steps)
@@ -222,6 +224,7 @@ class CudaProgram:
         self._number = number
         self._guard = guard
         self._ready = ready
+        self._drawing = drawing
         self._tier = tier
         self._asks = any(step.op == EXPERTS for step in steps)
         self._graphs: dict[tuple[int, int, int, int, bool], list[Part]] = {}
@@ -386,6 +389,14 @@ class CudaProgram:
         array = self._fetched(rows, rows.handle.view(rows)[:count])
         self._seconds["other"] += time.perf_counter() - started
         return array
+
+    def draw(self, rows: Rows, chances: Sequence[Chance]) -> list[int]:
+        """One token from each of a buffer's first rows of logits; NO_TOKEN where none of a row is finite."""
+        count = len(chances)
+        if self._twin.active:
+            return self._drawing.on_host(self.view(rows, count), chances)
+        with current(self._batches.device):
+            return self._drawing(rows.handle.view(rows)[:count], chances)
 
     def _fetched(self, rows: Rows, values: Tensor) -> NDArray[Any]:
         """Values on the host, in memory that the next fetch of the same buffer may overwrite."""

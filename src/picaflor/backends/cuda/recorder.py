@@ -35,6 +35,7 @@ from picaflor.backends.cuda.memory import needed
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for
 from picaflor.backends.cuda.program import Batches, CudaProgram, Frame, Space, Step
 from picaflor.backends.cuda.rows import Tensor
+from picaflor.backends.cuda.sampling import Drawing
 from picaflor.backends.cuda.slots import HeldLayer
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import HeldMatrix
@@ -103,6 +104,7 @@ class CudaRecorder:
         twin: HostTwin,
         guard: Guard,
         ready: Callable[[ExpertProvider | None], None],
+        drawing: Drawing,
         captures: bool,
         max_rows: int,
         max_outputs: int,
@@ -119,6 +121,7 @@ class CudaRecorder:
         self._twin = twin
         self._guard = guard
         self._ready = ready
+        self._drawing = drawing
         self._max_rows = max(max_rows, max_outputs)
         self._shift = page_tokens.bit_length() - 1
         self._limits = Limits(max_rows, max_outputs, pages, page_tokens)
@@ -487,8 +490,9 @@ class CudaRecorder:
         self._last = None
         number, self._programs = self._programs, self._programs + 1
         return CudaProgram(
-            steps, self._batches, self._twin, number, guard=self._guard, ready=self._ready, tier=self._tier
-        )
+            steps, self._batches, self._twin, number, guard=self._guard, ready=self._ready, drawing=self._drawing,
+            tier=self._tier,
+        )  # fmt: skip
 
     # ---- helpers ----
 

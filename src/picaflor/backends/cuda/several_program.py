@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import Batch, ExpertProvider, Rows
+from picaflor.backends.api import Batch, Chance, ExpertProvider, Rows
 from picaflor.backends.cuda.program import CudaProgram
 from picaflor.formats.base import F32
 
@@ -94,6 +94,11 @@ class SeveralProgram:
         """The first `count` rows `[count, width]`, copied to the host from where they were written last."""
         stage = self._last(rows)
         return stage.program.view(rows.handle.on(stage.device, rows), count)
+
+    def draw(self, rows: Rows, chances: Sequence[Chance]) -> list[int]:
+        """One token from each of a buffer's first rows of logits, on the device that has them."""
+        stage = self._last(rows)
+        return stage.program.draw(rows.handle.on(stage.device, rows), chances)
 
     def write(self, rows: Rows, values: F32) -> None:
         """Fill an input buffer's first rows on every device that reads them. Raises ValueError where none does."""
