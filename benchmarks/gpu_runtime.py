@@ -289,12 +289,20 @@ def check_large(path: Path, backend: str, *, steps: int) -> Found:
 
 @contextmanager
 def _host_seconds() -> Iterator[dict[str, float]]:
-    """Seconds that the host spends in the parts of a call of experts that are not all on the device."""
-    from picaflor.backends.cuda import early, experts, staging, tier
+    """Seconds that the host spends in the parts of steps of which the device has not all experts. `serve` holds `_wait`
+    (for the device), `found` and `_compute`; that holds `begin`, `run`, `pairs`, `_expect`, `__exit__` of a lease and
+    its wait for reads. `_again` launches graphs, `turn` moves experts between steps."""
+    from picaflor.backends.cuda import exchange, program, promote, tier
+    from picaflor.store import lease
 
     spent: dict[str, float] = {}
-    parts = ((staging.Staging, "send"), (experts.TableMaker, "make"), (early.EarlyRouter, "choose"),
-             (tier, "expert_ffn"), (tier.ExpertTier, "compute"))  # fmt: skip
+    parts: tuple[tuple[Any, str], ...] = (
+        (exchange.Exchange, "serve"), (exchange.Exchange, "_wait"), (exchange.Exchange, "_compute"),
+        (exchange.Exchange, "_expect"), (exchange.HostExperts, "begin"), (exchange.HostExperts, "run"),
+        (exchange.HostExperts, "pairs"), (promote.Promotions, "turn"), (promote.Promotions, "_take"),
+        (tier.ExpertTier, "found"), (program.CudaProgram, "_again"), (lease.Lease, "__enter__"),
+        (lease.Lease, "__exit__"),
+    )  # fmt: skip
     real = [(owner, name, getattr(owner, name)) for owner, name in parts]
 
     def timed(name: str, call: Any) -> Any:
@@ -349,6 +357,34 @@ def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
         }
     differ = sum(_differ(logits[1], other) for other in (logits[0], logits[2]))
     return {**found, "differ": differ, "of": 2 * int(logits[0].size)}
+
+
+def check_border(path: Path, backend: str, *, part: float) -> list[Found]:
+    """Milliseconds of steps of some rows, all experts in RAM and a part of them on the device: the others computed by
+    the host, and sent for. Says up to how many rows the host should compute."""
+    from picaflor.backends.cuda import exchange, tier
+
+    found = []
+    usual = exchange.HOST_ROWS
+    for label, most in (("host", 64), ("sent", 0)):
+        exchange.HOST_ROWS = tier.HOST_ROWS = most  # type: ignore[misc]
+        options = EngineOptions(context=1024, backend=backend, sequences=4)
+        with Engine.open(path, options, warn=lambda text: None) as engine:
+            device: Any = engine.plan.backend
+            experts = sum(len(layer) for layer in engine.plan.index.experts.values())
+            device.tier.most_slots = int(part * experts)
+            ids = _ids(4096, engine.vocabulary)
+            for rows in (64, 1, 4, 8, 12, 16, 24, 32, 48, 64):
+                times = []
+                for number in range(8):
+                    sequence = Sequence()
+                    started = time.perf_counter()
+                    engine.runner.step([Work(sequence, ids[number * rows : (number + 1) * rows])])
+                    times.append(time.perf_counter() - started)
+                    engine.plan.pool.release(sequence)
+                found.append({"by": label, "rows": rows, "ms": round(1e3 * statistics.median(times[2:]), 2)})
+    exchange.HOST_ROWS = tier.HOST_ROWS = usual  # type: ignore[misc]
+    return found
 
 
 # ---- what is small ----
@@ -452,11 +488,12 @@ def main() -> None:
             _save(words.out, record)
     print(f"compared in {time.monotonic() - started:.0f} s", flush=True)
     _tell(record)
-    if "speed" in parts:
+    if "speed" in parts or "quarter" in parts:
         models = [(None, "builtin")] + ([(words.glm, "glm-mid")] if words.glm is not None else [])
         for path, name in models:
             quarter = 42 if path is None else 160
-            for graphs, batch, slots in ((True, 1, None), (False, 1, None), (True, 8, None), (True, 1, quarter)):
+            variants = ((True, 1, None), (False, 1, None), (True, 8, None), (True, 1, quarter), (True, 8, quarter))
+            for graphs, batch, slots in variants if "speed" in parts else variants[3:]:
 
                 def timed(
                     path: Path | None = path, name: str = name, graphs: bool = graphs, batch: int = batch,
@@ -489,6 +526,10 @@ def main() -> None:
             record[key] = _result(lambda check=check: check(words.backend))  # type: ignore[misc]
             print(json.dumps(record[key]), flush=True)
             _save(words.out, record)
+    if "border" in parts:
+        record["border"] = _result(lambda: check_border(words.glm, words.backend, part=0.25))
+        print(json.dumps(record["border"]), flush=True)
+        _save(words.out, record)
     if words.large is not None:
         line = _result(lambda: [check_large(words.large, words.backend, steps=words.steps)])
         print(json.dumps(line[0]), flush=True)
