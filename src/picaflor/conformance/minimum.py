@@ -65,7 +65,7 @@ MINIMUM: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType(
         ("silu_mul", "-"): (3, 3),
         ("select_outputs", "-"): (2, 2),
         ("router", "-"): (6, 6),
-        ("sample", "-"): (5, 5),
+        ("sample", "-"): (8, 8),
         ("moe", "-"): (2, 2),
         ("container", "f32"): (1, 1),
         ("container", "bf16"): (1, 1),

@@ -262,9 +262,11 @@ SAMPLERS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9), (1.5, 0.5), (0.3, 0.05))
 
 
 def sample_cases() -> Iterator[Case]:
-    """Greedy with ties and NaN; temperatures and top-p over a grid of random numbers."""
+    """Greedy with ties and NaN; temperatures and top-p over a grid of random numbers; long rows."""
     for temperature, top_p in SAMPLERS:
         yield _sample(temperature, top_p)
+    for temperature, top_p in ((0.0, 1.0), (1.0, 0.9), (2.0, 1.0)):
+        yield _sample_long(temperature, top_p)
 
 
 def _sample(temperature: float, top_p: float) -> Case:
@@ -286,6 +288,33 @@ def _sample(temperature: float, top_p: float) -> Case:
 
         def expect(precision: str) -> list[Expected]:
             return [Expected(np.array([[draw(row, u, temperature, top_p)[0] for row, u in certain]]))]
+
+        return run, expect
+
+    return _simple("sample", name, prepare)
+
+
+LONG_ROW = 9000
+
+
+def _sample_long(temperature: float, top_p: float) -> Case:
+    name = f"{LONG_ROW} logits, temperature {temperature:g}, top-p {top_p:g}"
+
+    def prepare() -> tuple[Run, Expect]:
+        rng = random(f"sample {name}")
+        logits = (3 * rng.standard_normal(LONG_ROW)).astype(np.float32)
+        logits[[1500, 4200, 8999]] = logits.max() + np.float32(0.5)  # equals in different blocks
+        logits[[0, 5000]] = np.nan, -np.inf
+        grid = [(float(k) + 0.37) / 8 for k in range(8)] if temperature else [0.5]
+        drawn = [(u, *draw(logits, u, temperature, top_p)) for u in grid]
+        certain = [(u, token) for u, token, known in drawn if known]
+
+        def run(device: Device) -> list[Array]:
+            found = [device.sample(logits, temperature=temperature, top_p=top_p, uniform=u) for u, _ in certain]
+            return [np.array([found], dtype=np.int32)]
+
+        def expect(precision: str) -> list[Expected]:
+            return [Expected(np.array([[token for _, token in certain]]))]
 
         return run, expect
 
