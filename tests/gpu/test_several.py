@@ -71,6 +71,9 @@ def test_a_border_before_each_layer(first: int, expected: Any, monkeypatch: pyte
         assert [[border.buffer.width for border in stage.borders] for stage in program.stages] == [[], [128]]
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.device_count() < 3, reason="this machine has fewer than three GPUs"
+)
 def test_three_devices_in_steps_of_single_tokens(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(monkeypatch, 1, 4)
     with opened(GLM, backend="cuda", device="2,0,1") as engine:

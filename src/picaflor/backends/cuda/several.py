@@ -237,6 +237,12 @@ class SeveralBackend:
             for backend, planes, experts in zip(self.backends, self._planes, self._experts, strict=True)
         )
 
+    def reserve(self, resident_bytes: int) -> None:
+        """Raises OutOfBudget, before any matrix is read, where those of a device leave it no room to work in. Each
+        device knows the matrices that it was given, so `resident_bytes` is not needed."""
+        for backend, planes in zip(self.backends, self._planes, strict=True):
+            backend.reserve(sum(planes.values()))
+
 
 def _told(layers: Sequence[int], number: int) -> str:
     """Where layers lie, in words."""
