@@ -20,6 +20,7 @@ POINTERS = {
     "codes": "*u8", "scales": "*u8", "lattice": "*u8", "digits": "*i8", "xs": "*fp32", "sums": "*i32", "tops": "*i32",
     "out": "*fp32", "x": "*fp32", "ids": "*i32", "kind_of": "*i32", "addresses": "*i64", "weights": "*fp32",
     "arrived": "*i32", "expert": "*i32", "start": "*i32", "end": "*i32", "order": "*i32", "pairs": "*fp32",
+    "others": "*fp32",
     "blocks": "*i32", "signs": "*fp32", "spare": "*fp32",
 }  # fmt: skip
 NUMBERS = (
@@ -114,7 +115,8 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
     yield experts._inner_many, {**common, **inner, "BO": 64, "BS": 16}, {}, 4
     down = {name: value for name, value in shapes.items() if name[:2] not in ("G_", "U_")}
     yield experts._outer_many, {**common, **down, "BO": 64, "BS": 16}, {}, 4
-    yield experts._combine, {"TOP_K": 8, "B": 256}, {}, 4
+    for two in (False, True):
+        yield experts._combine, {"TOP_K": 8, "TWO": two, "B": 256}, {}, 4
 
 
 def main() -> None:

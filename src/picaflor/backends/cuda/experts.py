@@ -307,7 +307,7 @@ def _combine(pairs, others, ids, kind_of, weights, weights_stride, out, out_stri
     o = tl.program_id(1) * B + tl.arange(0, B)
     live = o < width
     acc = tl.zeros((B,), tl.float32)
-    for k in range(TOP_K):
+    for k in tl.static_range(TOP_K):
         place = (s * TOP_K + k) * width
         if TWO:
             here = tl.load(kind_of + tl.load(ids + s * TOP_K + k)) >= 0
