@@ -20,7 +20,7 @@ from picaflor.formats.base import F32
 from picaflor.runtime import bench
 from picaflor.runtime.lossy import Lossy
 from picaflor.settings import Settings
-from picaflor.telemetry.record import Phase, Record
+from picaflor.telemetry.record import Memory, Phase, Record
 
 
 class FakeTokenizer:
@@ -62,8 +62,8 @@ class FakeEngine:
 
     plan = SimpleNamespace(backend=SimpleNamespace(name="cpu", on_device=False), lossy=Lossy(), store=None)
 
-    def weight_memory(self) -> list[Any]:
-        return []
+    def memory_probe(self) -> Any:
+        return lambda: 40e6
 
     def disk_limit(self) -> None:
         return None
@@ -86,16 +86,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
         fake.opened.append((word, settings))  # type: ignore[attr-defined]
         yield fake
 
-    class Probe:
-        def __init__(self, memory: list[Any], *, isa: str, threads: int) -> None:
-            assert (memory, isa, threads) == ([], "scalar", 3)
-
-        def __call__(self) -> float:
-            return 40e6
-
     for name in ("eval", "bench_decode"):
         monkeypatch.setattr(importlib.import_module(f"picaflor.cli.{name}"), "open_engine", open_engine)
-    monkeypatch.setattr(bench, "MemoryProbe", Probe)
     return fake
 
 
@@ -208,6 +200,54 @@ def test_bench_decode_as_json(engine: FakeEngine, capsys: pytest.CaptureFixture[
     assert (record["tokens"], record["repeats"], record["prompt_tokens"]) == (4, 2, 3)
     ids = bench.fixed_tokens(256, 7, 1).tolist()
     assert engine.replays == [(ids[:3], ids[3:])] * 3
+
+
+class DeviceEngine(FakeEngine):
+    """On a device that has 20 of 64 experts and gives 40 MB/s; the CPU computes the others at 9 MB/s."""
+
+    plan = SimpleNamespace(backend=SimpleNamespace(name="cuda", on_device=True), lossy=Lossy(), store=None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured = False
+
+    def measure_memory_limit(self) -> None:
+        self.measured = True
+
+    def record(self) -> Record:
+        decode = Phase(tokens=4, wall_s=2.0, hits_device=6, on_host=2, on_host_bytes=4_000_000, weight_bytes=16_000_000)
+        rates = {"memory_limit_bytes_per_s": 40e6, "host_memory_bytes_per_s": 9e6} if self.measured else {}
+        memory = Memory(device_experts=20, all_experts=64)
+        return Record(model="fake", backend="cuda", isa="sm_90", decode=decode, memory=memory, **rates)
+
+
+def test_bench_decode_of_a_device_names_the_place_that_limits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def open_engine(word: str | None, settings: Settings) -> Iterator[FakeEngine]:
+        yield DeviceEngine()
+
+    monkeypatch.setattr(importlib.import_module("picaflor.cli.bench_decode"), "open_engine", open_engine)
+    arguments = ["bench", "decode", "m", "--tokens", "4", "--prompt-tokens", "3", "--repeats", "2"]
+    record = run([*arguments, "--json"], capsys)
+    assert (record["tokens_per_s"], record["floor_tokens_per_s"]) == (2.0, 10.0)
+    assert record["device"] == {
+        "experts": 20,
+        "all_experts": 64,
+        "hits_device": 6,
+        "on_host": 2,
+        "on_host_bytes": 4_000_000,
+        "sent": 0,
+        "sent_bytes": 0,
+    }
+    assert (record["host_memory_bytes_per_s"], record["link_bytes_per_s"]) == (9e6, None)
+    assert record["verdict"]["kind"] == "memory-bound"
+    assert run_command_line(arguments) == 0
+    out = capsys.readouterr().out
+    assert "experts on the device: 20 of 64; in 4 tokens 6 were found there, the CPU computed 2, 0 were sent" in out
+    assert "device memory copied at 0.0 GB/s: floor 10.0 tokens/s, reached 0.20 of it" in out
+    assert "RAM 0.01 GB/s for 1.0 MB -> ceiling 9.0 tok/s by RAM, got 2.0" in out
 
 
 @pytest.mark.parametrize(

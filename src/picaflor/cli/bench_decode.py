@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SEED = 1
+_TRAFFIC = ("hits_device", "on_host", "on_host_bytes", "sent", "sent_bytes")
 _READS = ("hits_prefetched", "prefetch_late", "prefetch_wasted", "wasted_bytes", "read_wait_s", "read_service_s")
 
 
@@ -54,11 +55,12 @@ def command(
     """Decode fixed tokens with MODEL, a directory, and compare with the rate at which memory can be read.
 
     The tokens are fed, not sampled, so every configuration computes the same routes. Rates are medians over repeats;
-    memory is read before each repeat and after the last one, in the same process and with as many threads. Where
+    memory is read before each repeat and after the last one, in the same process and with as many threads; on a GPU it
+    is the device's, a step has the draw of its token, and the place that limits is named. Where
     experts come from disk, so is the disk: random experts, with the reads under way that the engine has. A lossy mode
     gets no speed without a figure of its quality: measured on the tokens of --text, or from --quality-record.
     """
-    from picaflor.runtime.bench import MemoryProbe, measure_decode
+    from picaflor.runtime.bench import measure_decode
     from picaflor.runtime.plan import DEFAULT_CONTEXT
 
     line = Progress()
@@ -70,20 +72,20 @@ def command(
     with open_engine(model, settings) as engine:
         _check_context(prompt_tokens, tokens, engine.context)
         earlier = _earlier_quality(engine, quality_record)
-        if engine.plan.backend.on_device:
-            raise UsageError(f"bench decode measures the CPU; {engine.plan.backend.name}: benchmarks/gpu_runtime.py")
+        read_rate = engine.memory_probe()
         ids = _token_ids(engine, prompt_tokens + tokens, seed, text)
         bench = measure_decode(
             engine,
             prompt=ids[:prompt_tokens],
             tokens=ids[prompt_tokens:],
             repeats=repeats,
-            read_rate=MemoryProbe(engine.weight_memory(), isa=engine.isa, threads=engine.threads),
+            read_rate=read_rate,
             disk=engine.disk_limit(),
             progress=lambda done, total: line("repeat", done, total),
         )
         line.clear()
         record = _record(engine, bench, prompt_tokens, seed if text is None else None, note)
+        record |= _device(engine)
         record |= _quality(engine, ids, prompt_tokens, earlier)
     if settings.json:
         print(json.dumps(record))
@@ -178,6 +180,40 @@ def _record(
     }
 
 
+def _device(engine: Engine) -> dict[str, Any]:
+    """What a device had and was sent in the last repeat, the rates of the other places, and which one limits; nothing
+    for the CPU."""
+    from picaflor.telemetry.verdict import verdict
+
+    if not engine.plan.backend.on_device:
+        return {}
+    engine.measure_memory_limit()
+    record = engine.record()
+    found, decode = verdict(record), record.decode
+    return {
+        "device": {
+            "experts": record.memory.device_experts,
+            "all_experts": record.memory.all_experts,
+            **{name: getattr(decode, name) for name in _TRAFFIC},
+        },
+        "link_bytes_per_s": record.link_bytes_per_s,
+        "host_memory_bytes_per_s": record.host_memory_bytes_per_s,
+        "verdict": {"kind": found.kind, "text": found.text},
+        "fallbacks": dict(record.fallbacks),
+    }
+
+
+def _where(there: dict[str, int], tokens: int) -> str:
+    """Which experts the device had, and what became of the others."""
+    held = f"experts on the device: {there['experts']} of {there['all_experts']}"
+    if there["experts"] == there["all_experts"]:
+        return held
+    return (
+        f"{held}; in {tokens} tokens {there['hits_device']} were found there, the CPU computed {there['on_host']},"
+        f" {there['sent']} were sent"
+    )
+
+
 def _print(record: dict[str, Any]) -> None:
     """The figures in a few lines."""
     print(
@@ -196,8 +232,11 @@ def _print(record: dict[str, Any]) -> None:
     if record["hit_rate"] is not None:
         setup += f"; hit rate {record['hit_rate']:.1%}"
     print(f"{setup}; {format_bytes(round(record['disk_bytes_per_token'] or 0))} from disk per token")
+    if "device" in record:
+        print(_where(record["device"], record["tokens"]))
+    where = "device memory copied" if "device" in record else "memory read"
     print(
-        f"weights per token {format_bytes(record['bytes_per_token'])}, memory read at"
+        f"weights per token {format_bytes(record['bytes_per_token'])}, {where} at"
         f" {record['read_bytes_per_s'] / 1e9:.1f} GB/s: floor {record['floor_tokens_per_s']:.1f} tokens/s,"
         f" reached {record['of_floor']:.2f} of it"
     )
@@ -212,3 +251,5 @@ def _print(record: dict[str, Any]) -> None:
         known = record["hits_prefetched"] + record["prefetch_late"] + record["prefetch_wasted"]
         ahead = f"; of {known} experts {1 - record['prefetch_wasted'] / known:.0%} were wanted" if known else ""
         print(f"read ahead {record['prefetch']}{ahead}")
+    if "verdict" in record:
+        print(record["verdict"]["text"])

@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, DeviceRates, ExpertTraffic
+from picaflor.backends.api import I32, Chance, DeviceRates, ExpertTraffic
 from picaflor.errors import ContextExceeded, UsageError
 from picaflor.formats.base import F32
 from picaflor.models.blocks.moe import MoE
@@ -313,8 +313,8 @@ class Engine:
     def decode_replay(self, prompt: Ordered[int], tokens: Ordered[int]) -> list[float]:
         """Seconds of each decode step when these tokens follow the prompt, whatever the model would have chosen.
 
-        Every configuration sees the same tokens, so the same experts. `record()` tells about these steps. Raises
-        UsageError for an id that the model does not know.
+        Every configuration sees the same tokens, so the same experts. Where a device draws tokens a step has its draw,
+        of the likeliest. `record()` tells about these steps. Raises UsageError for an id that the model does not know.
         """
         start_ids, fed = checked_ids(prompt, self.vocabulary), checked_ids(tokens, self.vocabulary)
         self._drop_cache()
@@ -323,12 +323,15 @@ class Engine:
         steps: list[float] = []
         try:
             start = time.perf_counter()
-            self.runner.prefill(sequence, start_ids)
+            self.runner.fill(sequence, start_ids)
+            self.runner.wait()
             prefill_s = time.perf_counter() - start
             middle = self._counts()
             for index in range(len(fed)):
                 begin = time.perf_counter()
-                self.runner.step([Work(sequence, fed[index : index + 1], decoded=True)])
+                self.runner.advance([Work(sequence, fed[index : index + 1], decoded=True)])
+                if self.runner.draws_there:
+                    self.runner.draw(self.plan.backend, [Chance(0.0, 1.0, 0.0)])
                 steps.append(time.perf_counter() - begin)
         finally:
             self.plan.pool.release(sequence)
@@ -350,6 +353,22 @@ class Engine:
         """The weights that are in memory now; for measuring: the bytes stay mapped while the model is open."""
         store = self.plan.store
         return [*self.plan.resident_memory, *(store.memory() if store is not None else [])]
+
+    def memory_probe(self) -> Callable[[], float]:
+        """How a bench measures memory beside decoding, in bytes per second: a device's own, or what the weights lie in.
+
+        Raises UsageError for a device that does not tell.
+        """
+        backend = self.plan.backend
+        if not backend.on_device:
+            return MemoryProbe(self.weight_memory(), isa=self.isa, threads=self.threads)
+        measure: Callable[[], DeviceRates] | None = getattr(backend, "measure_rates", None)
+        if measure is None:
+            raise UsageError(
+                f"speed is compared with what memory allows, and backend {backend.name} does not tell the rate of its"
+                " device's memory; accepted: cpu, cuda, rocm"
+            )
+        return lambda: measure().memory
 
     def disk_limit(self) -> DiskLimit | None:
         """How a bench measures the disk beside decoding, None for a model without experts or with mapped ones.
