@@ -71,7 +71,10 @@ def test_doctor_places_a_model_on_the_device(
     free: int, status: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def part(name: str, module: str) -> Any:
-        return SimpleNamespace(device_memory=lambda backend: (f"A {backend} card", free, 80 * GB))
+        return SimpleNamespace(
+            device_memory=lambda backend: (f"A {backend} card", free, 80 * GB),
+            other_devices=lambda backend: "1 (Another card)",
+        )
 
     real = planning.backend_part
     monkeypatch.setattr(planning, "backend_part", lambda n, m: part(n, m) if n == "cuda" else real(n, m))
@@ -85,4 +88,5 @@ def test_doctor_places_a_model_on_the_device(
     assert found["detail"].startswith("A cuda card: ")
     if status != "fail":
         assert "of 168 experts 168 there" in found["detail"]
+        assert found["detail"].endswith("; --device shares the layers with 1 (Another card)")
     assert ("another program holds" in found["detail"]) == (status != "ok")

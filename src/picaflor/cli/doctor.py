@@ -152,7 +152,10 @@ def check_device(name: str, path: Path, settings: Settings) -> Check:
     from picaflor.runtime.placement import place
     from picaflor.runtime.plan import backend_part, package_of
 
-    memory = DeviceMemory(*backend_part(package_of(name), "backend").device_memory(name))
+    module = backend_part(package_of(name), "backend")
+    memory = DeviceMemory(*module.device_memory(name))
+    others = module.other_devices(name)
+    beside = f"; --device shares the layers with {others}" * bool(others)
     plan = _sketch(path, settings)
     try:
         kinds = ("resident weights", "key-value cache", "work buffers")
@@ -165,8 +168,8 @@ def check_device(name: str, path: Path, settings: Settings) -> Check:
         plan.close()
     if told := memory.others():
         remedy = "end the other program, or say with --vram what to plan for"
-        return Check(f"model.{name}", "warn", f"{found}; {told}", remedy)
-    return Check(f"model.{name}", "ok", str(found))
+        return Check(f"model.{name}", "warn", f"{found}; {told}{beside}", remedy)
+    return Check(f"model.{name}", "ok", f"{found}{beside}")
 
 
 def _devices() -> list[str]:

@@ -81,6 +81,12 @@ def device_name(backend: Name, number: int) -> str:
     return arch if device.type == "cpu" else str(torch.cuda.get_device_properties(device).name)
 
 
+def other_devices(backend: Name, number: int = 0) -> str:
+    """The devices beside one of a backend, by number and name; empty where there are none."""
+    count = len(chosen_devices(backend, ALL))
+    return ", ".join(f"{other} ({device_name(backend, other)})" for other in range(count) if other != number)
+
+
 def device_memory(backend: Name) -> tuple[str, int, int]:
     """The name of a backend's device and its free and all bytes. Raises UnsupportedKernel as `find_device`."""
     device, arch = find_device(backend)
@@ -166,9 +172,8 @@ class CudaBackend(DeviceBackend):
         free, total = torch.cuda.mem_get_info(self.device)
         name = torch.cuda.get_device_properties(self.device).name
         words = f"{name}, {self.isa}, {format_bytes(free)} of {format_bytes(total)} free ({versions})"
-        others = [number for number in range(torch.cuda.device_count()) if number != self.number]
-        named = ", ".join(f"{number} ({torch.cuda.get_device_properties(number).name})" for number in others)
-        return words + f"; it is device {self.number}, --device also takes {named}" * bool(others)
+        others = other_devices(self.name, self.number)
+        return words + f"; it is device {self.number}, --device also takes {others}" * bool(others)
 
     def take(self, weights: Sequence[Weight]) -> None:
         """Copy matrices whose bytes are there to the device now and give the host's memory back."""
