@@ -92,6 +92,28 @@ def test_rows_read_as_words_at_once(name: str) -> None:
         assert same_bits(out.cpu().numpy(), expected), (block, step, steps)
 
 
+@pytest.mark.parametrize(("name", "group"), [("int4-grouped", 48), ("int3-g64", 0), ("e8-iq3-lattice", 0)])
+def test_rows_that_lie_group_by_group(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a long prompt, in memory for more rows than there are."""
+    monkeypatch.setattr(prepare, "BY_ROW", 9)
+    monkeypatch.setattr(matmul, "BY_ROW", 9)
+    compare(name, group, "standard", 70, 256, (11, 20))
+    compare(name, group, "exact", 70, 256, (20,))
+    rows = torch.from_numpy(activations(np.random.default_rng(1), 11, 256)).to(DEVICE)
+    needs = device_formats.needs(name, group, "standard")
+    assert needs is not None
+    room = prepare.room_for(needs, 256, 30, rows.device)
+    room.digits.fill_(99)
+    _, _, row, step, _, scale_row, scale_step = prepare.prepare(rows, needs, into=room).tile(11)
+    alone = prepare.prepare(rows[3:4], needs)
+    digits, scales = room.digits.flatten(1)[1].cpu(), room.scales.flatten().cpu()
+    for g in range(room.groups):
+        start = 3 * row + g * step
+        there = alone.digits[1, 0, g * needs.padded : (g + 1) * needs.padded].cpu()
+        assert torch.equal(digits[start : start + needs.padded], there)
+        assert scales[3 * scale_row + g * scale_step] == alone.scales[0, g].cpu()
+
+
 @pytest.mark.parametrize("shared", [57344, 88704, 203392])
 def test_tiles_fit_the_shared_memory(shared: int) -> None:
     """Of AMD's, of small and of large NVIDIA devices, for every group, precision and number of rows."""

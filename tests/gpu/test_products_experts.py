@@ -20,7 +20,7 @@ from gpu_experts import Kind, make_expert, on_the_cpu  # noqa: E402
 
 from picaflor.backends.api import ExpertLayout  # noqa: E402
 from picaflor.backends.cuda import experts as device_experts  # noqa: E402
-from picaflor.backends.cuda import interpret  # noqa: E402
+from picaflor.backends.cuda import interpret, prepare  # noqa: E402
 from picaflor.formats.base import F32  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,6 +75,16 @@ def test_experts_equal_the_cpu(layer: str, count: int) -> None:
     x = rng.standard_normal((count, HIDDEN)).astype(np.float32)
     ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(count)]).astype(np.int32)
     compare(made, x, ids, rng.random((count, TOP_K), np.float32))
+
+
+def test_rows_that_lie_group_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a long prompt."""
+    monkeypatch.setattr(prepare, "BY_ROW", 8)
+    made = [make_expert(number, kind, HIDDEN, INNER) for number, kind in enumerate(LAYERS["mixed"])]
+    rng = np.random.default_rng(14)
+    x = rng.standard_normal((10, HIDDEN)).astype(np.float32)
+    ids = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(10)]).astype(np.int32)
+    compare(made, x, ids, rng.random((10, TOP_K), np.float32))
 
 
 @pytest.mark.parametrize("trial", range(50) if torch.cuda.is_available() else (1, 3))

@@ -264,7 +264,8 @@ def _inner(ids, top_k, kind_of, addresses, lattice, kind, inner, hidden, x, x_st
                 i = g[:, None] * D_GROUP + k
                 v = tl.load(row + i, mask=(k < D_GROUP) & (i < inner), other=0.0, cache_modifier=".cg")
                 store_group(v, d_digits, (k < D_PADDED) & (g < d_groups)[:, None], k, g[:, None], pair.to(tl.int64),
-                            d_plane, d_length, d_xs, d_sums, d_tops, d_groups, g < d_groups, PLANES, D_HALVES,
+                            d_plane, d_length, D_PADDED, d_xs, d_groups, 1, d_sums, d_tops, d_groups, g < d_groups,
+                            PLANES, D_HALVES,
                             D_PADDED)  # fmt: skip
 
 
@@ -365,6 +366,11 @@ def _parts(rows: Prepared | None, x: Tensor) -> tuple[Any, ...]:
         return (x, 0, 0, x, x, x)
     d = rows.digits
     return (d, d.stride(0), rows.length, rows.scales, rows.sums[0], rows.sums[1])
+
+
+def _tile_parts(rows: Prepared | None, x: Tensor, count: int) -> tuple[Any, ...]:
+    """What `Prepared.tile` gives; of float formats addresses that are not read."""
+    return (x, 0, 0, 0, x, 0, 0) if rows is None else rows.tile(count)
 
 
 def _constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, Any]:
@@ -503,7 +509,8 @@ def counters(pairs: int, inner: int, hidden: int) -> int:
 
 @triton.jit
 def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, groups, x, x_stride, digits, plane,
-          length, xs, s, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr,
+          length, group_length, xs, xs_stride, xs_group_stride, s, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+          PADDED: tl.constexpr, WHOLE: tl.constexpr,
           PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """float32 `[BO, BS]`: rows `o` of a matrix of an expert times rows `s` of x or of its digits."""
     codes = _address(addresses, expert, which)
@@ -511,15 +518,17 @@ def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, g
     if FORMAT <= 2 or FORMAT == 10:
         return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, False, BO, BS))
     else:
-        return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s, FORMAT,
-                            GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS, 1)  # fmt: skip
+        return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, group_length,
+                            xs, xs_stride, xs_group_stride, s, FORMAT, GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS,
+                            1)  # fmt: skip
 
 
 @triton.jit
 def _inner_many(tile_expert, tile_start, tile_end, order, top_k, kind_of, addresses, lattice, kind, inner, hidden,
                 x, x_stride,
-                g_digits, g_plane, g_length, g_xs, g_sums, g_tops, g_bytes, g_groups,
-                u_digits, u_plane, u_length, u_xs, u_sums, u_tops, u_bytes, u_groups, out,
+                g_digits, g_plane, g_length, g_group_length, g_xs, g_xs_stride, g_xs_group_stride, g_bytes, g_groups,
+                u_digits, u_plane, u_length, u_group_length, u_xs, u_xs_stride, u_xs_group_stride, u_bytes, u_groups,
+                out,
                 PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
                 G_FORMAT: tl.constexpr, G_GROUP: tl.constexpr, G_PADDED: tl.constexpr, G_WHOLE: tl.constexpr,
                 U_FORMAT: tl.constexpr, U_GROUP: tl.constexpr, U_PADDED: tl.constexpr,
@@ -535,16 +544,18 @@ def _inner_many(tile_expert, tile_start, tile_end, order, top_k, kind_of, addres
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         row = tl.minimum(o, inner - 1)
         gate = _tile(addresses, expert, 0, lattice, row, hidden, g_bytes, g_groups, x, x_stride, g_digits, g_plane,
-                     g_length, g_xs, s, G_FORMAT, G_GROUP, G_PADDED, G_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
+                     g_length, g_group_length, g_xs, g_xs_stride, g_xs_group_stride, s, G_FORMAT, G_GROUP, G_PADDED,
+                     G_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
         up = _tile(addresses, expert, 2, lattice, row, hidden, u_bytes, u_groups, x, x_stride, u_digits, u_plane,
-                   u_length, u_xs, s, U_FORMAT, U_GROUP, U_PADDED, U_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
+                   u_length, u_group_length, u_xs, u_xs_stride, u_xs_group_stride, s, U_FORMAT, U_GROUP, U_PADDED,
+                   U_WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
         at = out + pair.to(tl.int64)[None, :] * inner + o[:, None]
         tl.store(at, silu(gate) * up, mask=(place < end)[None, :] & (o < inner)[:, None])
 
 
 @triton.jit
 def _outer_many(tile_expert, tile_start, tile_end, order, kind_of, addresses, lattice, kind, hidden, inner, x,
-                digits, plane, length, xs, sums, tops, bytes_, groups, out,
+                digits, plane, length, group_length, xs, xs_stride, xs_group_stride, bytes_, groups, out,
                 PLANES: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
                 FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
     """down of up to BS pairs of one expert, each to its own row."""
@@ -556,7 +567,8 @@ def _outer_many(tile_expert, tile_start, tile_end, order, kind_of, addresses, la
         pair = tl.load(order + tl.minimum(place, end - 1)).to(tl.int64)
         o = tl.program_id(0) * BO + tl.arange(0, BO)
         y = _tile(addresses, expert, 4, lattice, tl.minimum(o, hidden - 1), inner, bytes_, groups, x, inner, digits,
-                  plane, length, xs, pair, FORMAT, GROUP, PADDED, WHOLE, PLANES, NATIVE, BO, BS)  # fmt: skip
+                  plane, length, group_length, xs, xs_stride, xs_group_stride, pair, FORMAT, GROUP, PADDED, WHOLE,
+                  PLANES, NATIVE, BO, BS)  # fmt: skip
         at = out + pair[None, :] * hidden + o[:, None]
         tl.store(at, y, mask=(place < end)[None, :] & (o < hidden)[:, None])
 
@@ -619,14 +631,15 @@ def _many(kind: ExpertKind, number: int, table: ExpertTable, x: Tensor, rows: _R
         _inner_many[(triton.cdiv(inner, tile.rows), stop - start)](
             *(place[start:stop] for place in places), order, top_k, table.kind_of, table.addresses, grid_table, number,
             inner, hidden, x, x.stride(0),
-            *_parts(g, x), kind.gate.row_bytes, 0 if g is None else g.groups,
-            *_parts(u, x), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants, **u_constants, **common,
+            *_tile_parts(g, x, count), kind.gate.row_bytes, 0 if g is None else g.groups,
+            *_tile_parts(u, x, count), kind.up.row_bytes, 0 if u is None else u.groups, h, **g_constants,
+            **u_constants, **common,
         )  # fmt: skip
     d = None if wanted is None else prepare(h, wanted)
     d_constants = _constants(kind.down, d, "")
     for start, stop in cuts:
         _outer_many[(triton.cdiv(hidden, tile.rows), stop - start)](
             *(place[start:stop] for place in places), order, table.kind_of, table.addresses, grid_table, number, hidden,
-            inner, h, *_parts(d, x), kind.down.row_bytes, 0 if d is None else d.groups, out,
+            inner, h, *_tile_parts(d, x, count * top_k), kind.down.row_bytes, 0 if d is None else d.groups, out,
             **{n: d_constants[n] for n in shape}, **common,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.launches import blocks, pieces
-from picaflor.backends.cuda.prepare import Prepared, prepare
+from picaflor.backends.cuda.prepare import BY_ROW, Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
 from picaflor.backends.cuda.tiles import (
     CACHED_BYTES,
@@ -58,14 +58,16 @@ def _floats(codes, scales, from_rows, rows, cols, row_bytes, x, x_stride, out, o
 
 
 @triton.jit
-def _many_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, groups, digits, plane, length, xs, out,
-                   out_stride, count, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+def _many_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, groups, digits, plane, length,
+                   group_length, xs, xs_stride, xs_group_stride, out, out_stride, count, FORMAT: tl.constexpr,
+                   GROUP: tl.constexpr, PADDED: tl.constexpr,
                    PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
                    BS: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
     o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     y = integer_tile(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, digits, plane, length,
-                     xs, tl.minimum(s, count - 1).to(tl.int64), FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
+                     group_length, xs, xs_stride, xs_group_stride, tl.minimum(s, count - 1).to(tl.int64), FORMAT,
+                     GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
                      BS, UNROLL)  # fmt: skip
     at = out + s.to(tl.int64)[None, :] * out_stride + o[:, None]
     tl.store(at, y, mask=(s < count)[None, :] & (o < rows)[:, None])
@@ -119,14 +121,11 @@ def native() -> bool:
     return not interpret.active() and torch.version.hip is None
 
 
-def _common(
-    rows: Prepared, weight: DeviceWeight, start: int, stop: int, first: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments that all kernels of integer-coded matrices take, and their constants: for rows (start, stop) of the
-    matrix, and for prepared rows from `first` on."""
+def _common(rows: Prepared, weight: DeviceWeight, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments that all kernels of integer-coded matrices take, and their constants: for rows (start, stop)."""
     given = (
         weight.planes[0], weight.scales, lattice(str(rows.digits.device)), start, stop, weight.cols, weight.row_bytes,
-        rows.groups, rows.digits[:, first:], rows.digits.stride(0), rows.length, rows.scales[first:],
+        rows.groups,
     )  # fmt: skip
     needs = rows.needs
     return given, {"FORMAT": weight.number, "GROUP": needs.group, "PADDED": needs.padded, "PLANES": needs.planes}
@@ -136,9 +135,10 @@ def launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, ti
     """Each of `count` prepared rows by itself; `tile`: another one than the shape's own."""
     tile = tile or tile_of(weight.format, weight.rows, weight.cols, weight.group_size, aligned=weight.vectors)
     for start, stop, first, last in _pieces(weight, count, tile.rows, 1):
-        given, constants = _common(rows, weight, start, stop, first)
+        given, constants = _common(rows, weight, start, stop)
         _few_integers[(blocks(start, stop, tile.rows), last - first)](
-            *given, rows.sums[0, first:], rows.sums[1, first:], out[first:], out.stride(0), NATIVE=native(),
+            *given, rows.digits[:, first:], rows.digits.stride(0), rows.length, rows.scales[first:],
+            rows.sums[0, first:], rows.sums[1, first:], out[first:], out.stride(0), NATIVE=native(),
             EVEN=tile.even, BO=tile.rows, N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ def launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, ti
 def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
     """Whether few rows of a small matrix are faster one by one, the matrix coming from the cache."""
     words = reads_words(weight.format, weight.group_size, aligned=weight.vectors)
-    return words and count * weight.rows <= ROWS_ONE_BY_ONE
+    return words and count <= BY_ROW and count * weight.rows <= ROWS_ONE_BY_ONE
 
 
 def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: ManyTile | None = None) -> None:
@@ -154,8 +154,9 @@ def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, t
     even = weight.cols % rows.needs.group == 0
     tile = tile or tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
     for start, stop, first, last in _pieces(weight, count, tile.rows, tile.columns):
-        given, constants = _common(rows, weight, start, stop, first)
+        given, constants = _common(rows, weight, start, stop)
         _many_integers[(blocks(start, stop, tile.rows), blocks(first, last, tile.columns))](
-            *given, out[first:], out.stride(0), last - first, EVEN=even, NATIVE=native(), BO=tile.rows,
+            *given, *rows.tile(count, first), out[first:], out.stride(0), last - first, EVEN=even, NATIVE=native(),
+            BO=tile.rows,
             BS=tile.columns, UNROLL=tile.unroll, num_warps=tile.warps, num_stages=tile.stages, **constants, **EXACT,
         )  # fmt: skip

@@ -26,12 +26,17 @@ LARGEST: Final = {1: 127, 2: 127 * 256 + 127, 3: 127 * 65536}
 _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: rounds a float64 to the nearest even integer
 
 
+BY_ROW: Final = 64
+"""Up to so many rows of one call lie one after the other; more lie group by group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Rows of activations as integer-coded matrices meet them.
 
-    `digits` int8 `[planes, room, length]`, `scales` float32 `[room, groups]`, `sums` int32
-    `[2, room, groups]`: the sum of the values of a group, for three planes of the two lower digits and of the top one.
+    `digits` int8 `[planes, room, length]`, `scales` float32 `[room, groups]` (for more than BY_ROW rows the same memory
+    lies by groups, `tile` has the strides), `sums` int32 `[2, room, groups]`: the sum of the values of a group,
+    for three planes of the two lower digits and of the top one.
     """
 
     needs: Needs
@@ -51,8 +56,20 @@ class Prepared:
         """Digits of a row in one plane."""
         return self.groups * self.needs.padded
 
+    def tile(self, count: int, first: int = 0) -> tuple[Tensor, int, int, int, Tensor, int, int]:
+        """How `count` rows lie, from row `first` on: digits, their strides of planes, rows and groups, scales, their
+        strides of rows and groups. Few rows lie one after the other; of many all rows of a group do, because what a
+        tile reads in one step is then one piece."""
+        plane = self.digits.stride(0)
+        if count <= BY_ROW:
+            row, step, scale_row, scale_step = self.length, self.needs.padded, self.groups, 1
+        else:
+            row, step, scale_row, scale_step = self.needs.padded, self.room * self.needs.padded, 1, self.room
+        digits, scales = self.digits.flatten(1)[:, first * row :], self.scales.flatten()[first * scale_row :]
+        return digits, plane, row, step, scales, scale_row, scale_step
+
     def part(self, start: int, stop: int) -> Prepared:
-        """Some of the rows."""
+        """Some of a few rows."""
         rows = slice(start, stop)
         return Prepared(
             self.needs, self.cols, stop - start, self.digits[:, rows], self.scales[rows], self.sums[:, rows]
@@ -88,24 +105,25 @@ def digit_place(k):
 
 
 @triton.jit
-def store_group(v, out, places, k, g, s, plane, length, scales, sums, tops, groups, live,
-                PLANES: tl.constexpr, HALVES: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+def store_group(v, out, places, k, g, s, plane, length, group_length, scales, scales_stride, scales_group_stride, sums,
+                tops, groups, live, PLANES: tl.constexpr, HALVES: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """Quantize tiles v `[groups of the tile, inputs]` (zeros behind the last input) and store what `Prepared` has.
 
     `k` `[1, inputs]` counts inputs in a group, `g` `[tile, 1]` groups, `s` is the row (int64); `places` masks digits,
-    `live` groups. `plane` and `length` are the strides of the digits.
+    `live` groups. `plane`, `length` and `group_length` are the strides of the digits.
     """
     bits = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     q = digits_of(v, bits[:, None], PLANES)
     place = digit_place(k) if HALVES else k
-    at = out + s * length + g * PADDED + place
+    at = out + s * length + g * group_length + place
     rest = q
     for p in tl.static_range(PLANES):
         tl.store(at + (PLANES - 1 - p) * plane, rest.to(tl.int8), mask=places)
         if p < PLANES - 1:
             rest = (rest + 128) >> 8
-    at_group = s * groups + tl.reshape(g, bits.shape)
-    tl.store(scales + at_group, group_scale(bits, PLANES), mask=live)
+    group = tl.reshape(g, bits.shape)
+    tl.store(scales + s * scales_stride + group * scales_group_stride, group_scale(bits, PLANES), mask=live)
+    at_group = s * groups + group
     if PLANES == 3:
         tl.store(sums + at_group, tl.sum(q - (rest << 16), axis=1), mask=live)
         tl.store(tops + at_group, tl.sum(rest, axis=1), mask=live)
@@ -114,8 +132,8 @@ def store_group(v, out, places, k, g, s, plane, length, scales, sums, tops, grou
 
 
 @triton.jit
-def _prepare(x, x_stride, cols, groups, digits, plane, length, scales, sums, tops,
-             GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, HALVES: tl.constexpr,
+def _prepare(x, x_stride, cols, groups, digits, plane, length, group_length, scales, scales_stride, scales_group_stride,
+             sums, tops, GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, HALVES: tl.constexpr,
              TILE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     s = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
@@ -123,8 +141,8 @@ def _prepare(x, x_stride, cols, groups, digits, plane, length, scales, sums, top
     i = g * GROUP + k
     v = tl.load(x + s * x_stride + i, mask=(k < GROUP) & (i < cols), other=0.0)
     live = tl.program_id(1) * TILE + tl.arange(0, TILE) < groups
-    store_group(v, digits, (k < PADDED) & (g < groups), k, g, s, plane, length, scales, sums,
-                tops, groups, live, PLANES, HALVES, PADDED)  # fmt: skip
+    store_group(v, digits, (k < PADDED) & (g < groups), k, g, s, plane, length, group_length, scales, scales_stride,
+                scales_group_stride, sums, tops, groups, live, PLANES, HALVES, PADDED)  # fmt: skip
 
 
 @triton.jit
@@ -214,8 +232,7 @@ def prepare(x: Tensor, needs: Needs, *, into: Prepared | None = None) -> Prepare
     width = triton.next_power_of_2(needs.padded)
     tile = min(triton.next_power_of_2(out.groups), max(1, (1 << 14 if interpret.active() else 1 << 9) // width))
     _prepare[(rows, triton.cdiv(out.groups, tile))](
-        source, source.stride(0), cols, out.groups, out.digits, out.digits.stride(0), out.length,
-        out.scales, out.sums[0], out.sums[1],
+        source, source.stride(0), cols, out.groups, *out.tile(rows), out.sums[0], out.sums[1],
         GROUP=needs.group, PADDED=needs.padded, PLANES=needs.planes, HALVES=needs.halves,
         TILE=tile, WIDTH=width, num_warps=4, **EXACT,
     )  # fmt: skip

@@ -173,7 +173,7 @@ def _tile_codes(row, g, c, cols, row_bytes, lattice, FORMAT: tl.constexpr, GROUP
 
 
 @triton.jit
-def _tile_dot(row, x, g, cols, row_bytes, lattice, plane, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+def _tile_dot(row, x, g, group_length, cols, row_bytes, lattice, plane, FORMAT: tl.constexpr, GROUP: tl.constexpr,
               PADDED: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
               BS: tl.constexpr):  # fmt: skip
     """float32 `[BO, BS]` of one group's dots: rows of codes `[BO, 1]` times prepared rows `[1, BS]` (addresses)."""
@@ -182,7 +182,7 @@ def _tile_dot(row, x, g, cols, row_bytes, lattice, plane, FORMAT: tl.constexpr, 
     third = first
     for c in tl.static_range(PADDED // 64):
         codes = _tile_codes(row, g, c, cols, row_bytes, lattice, FORMAT, GROUP, EVEN, NATIVE, BO)
-        at = x + (g * PADDED + c * 64 + tl.arange(0, 64))[:, None]
+        at = x + (g * group_length + c * 64 + tl.arange(0, 64))[:, None]
         first = tl.dot(codes, tl.load(at), acc=first, out_dtype=tl.int32)
         if PLANES >= 2:
             second = tl.dot(codes, tl.load(at + plane), acc=second, out_dtype=tl.int32)
@@ -192,27 +192,30 @@ def _tile_dot(row, x, g, cols, row_bytes, lattice, plane, FORMAT: tl.constexpr, 
 
 
 @triton.jit
-def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, xs, s,
-                 FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr,
+def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, group_length, xs,
+                 xs_stride, xs_group_stride, s, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+                 PLANES: tl.constexpr,
                  EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr, BS: tl.constexpr,
                  UNROLL: tl.constexpr):  # fmt: skip
     """Rows `o` `[BO]` of an integer-coded matrix times prepared rows `s` int64 `[BS]`: float32 `[BO, BS]`.
 
-    EVEN: all groups are whole. UNROLL divides their number.
+    EVEN: all groups are whole. UNROLL divides their number. Digits are `length` apart from row to row and
+    `group_length` from group to group, scales of activations in the same way.
     """
     number = o.to(tl.int64)
     row = codes + number * row_bytes
     x = (digits + s * length)[None, :]
-    steps = xs + s * groups
+    steps = xs + s * xs_stride
     acc = tl.zeros((BO, BS), tl.float32)
     for begin in range(0, groups, UNROLL):
         for u in tl.static_range(UNROLL):
             g = begin + u
-            dot = _tile_dot(row[:, None], x, g, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED, PLANES, EVEN,
+            dot = _tile_dot(row[:, None], x, g, group_length, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED,
+                            PLANES, EVEN,
                             NATIVE, BO, BS)  # fmt: skip
             # Behind the product: asked for before it, scales made the tile a sixth slower on an H200.
             w = scale(row, scales, number, g, o >= 0, groups, FORMAT)
-            acc = tl.fma(dot, w[:, None] * tl.load(steps + g)[None, :], acc)
+            acc = tl.fma(dot, w[:, None] * tl.load(steps + g * xs_group_stride)[None, :], acc)
     return acc
 
 
