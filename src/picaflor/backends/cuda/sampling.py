@@ -200,6 +200,14 @@ class Drawer:
     def __call__(self, logits: Tensor, chances: Sequence[Chance]) -> NDArray[np.int32]:
         """int32 `[rows, 2]` from float32 logits `[rows, vocabulary]` of the device: the token, as `Backend.sample` has
         it, and whether any logit is finite. Waits once, for the result. Raises ValueError for too long a row."""
+        found = self.launch(logits, chances)
+        if self._real:
+            torch.cuda.current_stream(self._device).synchronize()
+        tokens: NDArray[np.int32] = found.numpy().copy()
+        return tokens
+
+    def launch(self, logits: Tensor, chances: Sequence[Chance]) -> Tensor:
+        """Where the result will be on the host when the device has done all that it was given."""
         rows, n = logits.shape
         if n > MOST_TOKENS:
             raise ValueError(f"a row of {n} logits; accepted: up to {MOST_TOKENS}")
@@ -227,10 +235,7 @@ class Drawer:
         )  # fmt: skip
         found = self._kept("host out", (rows, 2), torch.int32, host=True)
         found.copy_(out, non_blocking=True)
-        if self._real:
-            torch.cuda.current_stream(self._device).synchronize()
-        tokens: NDArray[np.int32] = found.numpy().copy()
-        return tokens
+        return found
 
     def _kept(self, name: str, shape: tuple[int, int], dtype: Any, *, host: bool = False) -> Tensor:
         """Memory of this shape, from what is there where it is large enough."""
