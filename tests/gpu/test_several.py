@@ -22,6 +22,7 @@ from picaflor.errors import OutOfBudget, UsageError
 from picaflor.runtime.engine import Engine
 from picaflor.runtime.kvcache import PAGE_TOKENS, Sequence
 from picaflor.runtime.runner import Work
+from picaflor.telemetry.report import rows
 
 GLM = "tiny_glm_int4g64"
 TWO = {"backend": "cuda", "device": "0,1"}
@@ -101,6 +102,11 @@ def test_layers_are_shared_by_their_bytes_and_told(expected: Any) -> None:
         page = PAGE_TOKENS * (32 + 8) * 4  # of one layer
         assert [one.kv_bytes() for one in devices_of(engine)] == [4 * page, page]
         assert backend.kv_bytes() == 5 * page
+        shares = engine.record().devices
+        assert len(shares) == 2
+        assert re.fullmatch(r"0: layers 0 to 3; 8 of 8 experts, [0-9.]+ MiB", shares[0]), shares
+        assert re.fullmatch(r"1: layer 4; 8 of 8 experts, [0-9.]+ MiB", shares[1]), shares
+        assert [text for label, text in rows(engine.record()) if label == "device"] == list(shares)
     told = [line for line in warnings if line.startswith("--device")]
     assert told == ["--device 0,1: layers 0 to 3 on device 0, layer 4 on device 1"]
 

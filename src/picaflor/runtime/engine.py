@@ -500,7 +500,12 @@ class Engine:
             fallbacks={**plan.backend.table.fallbacks, **spared},
             lossy=plan.lossy.summary(),
             warnings=tuple(self._warnings),
+            devices=self._devices(),
         )
+
+    def _devices(self) -> tuple[str, ...]:
+        shares: Callable[[], tuple[str, ...]] | None = getattr(self.plan.backend, "shares", None)
+        return () if shares is None else shares()
 
     def _pinned(self, block: MoE) -> bool:
         store = self.plan.store

@@ -20,6 +20,7 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "description": ("", "family, sizes and formats in words"),
         "parameters": ("", "parameters in all"),
         "backend": ("", "device that computed"),
+        "devices": ("", "layers, experts and bytes of each, where several devices computed"),
         "isa": ("", "instruction set of the CPU kernels"),
         "precision": ("", "activations: fast, standard or exact"),
         "threads": ("", "threads that multiplied"),

@@ -225,13 +225,14 @@ class Record:
     fallbacks: Mapping[str, int] = field(default_factory=dict)
     lossy: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """All figures by the names of names.py, None for what was not measured; report.py adds the verdict."""
         plain = {
             name: getattr(self, name)
             for name in self.__slots__
-            if name not in ("prefill", "decode", "memory", "kernels", "fallbacks", "lossy", "warnings")
+            if name not in ("prefill", "decode", "memory", "kernels", "fallbacks", "lossy", "warnings", "devices")
         }
         return {
             **plain,
@@ -244,4 +245,5 @@ class Record:
             "fallbacks": dict(self.fallbacks),
             "lossy": list(self.lossy),
             "warnings": list(self.warnings),
+            "devices": list(self.devices),
         }

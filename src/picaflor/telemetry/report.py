@@ -40,6 +40,7 @@ def rows(record: Record) -> list[tuple[str, str]]:
     if record.physical_read_bytes is not None:
         table.append(("storage", f"{_decimal(record.physical_read_bytes)} physically read"))
     table.append(("memory", _memory(record)))
+    table.extend(("device", text) for text in record.devices)
     phase = record.decode if record.decode.tokens else record.prefill
     if phase.wall_s:
         table.append(("time", _shares(phase)))

@@ -121,6 +121,7 @@ class CudaBackend(DeviceBackend):
     UnsupportedKernel where no device can be used.
     """
 
+    name: Name
     tells_ahead = True
     """What the next layer will probably want is told to a provider that reads ahead."""
 

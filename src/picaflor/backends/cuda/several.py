@@ -22,6 +22,7 @@ from picaflor.backends.cuda.several_recorder import SeveralRecorder
 from picaflor.backends.table import Cell
 from picaflor.container.names import layer_of
 from picaflor.formats.base import F32
+from picaflor.sizes import format_bytes
 
 if TYPE_CHECKING:
     from picaflor.backends.cuda.backend import CudaBackend
@@ -78,8 +79,10 @@ class SeveralBackend:
         self._places = {layers[at]: device for device, places in enumerate(ranges) for at in places}
         self._experts = [sum(needs[at].experts for at in places) for places in ranges]
         told = [
-            _told([layers[at] for at in places], backend.number)
-            for backend, places in zip(self.backends, ranges, strict=True)
+            f"{_in_words(self.layers(place))} on device {backend.number}"
+            if ranges[place]
+            else f"device {backend.number} is not used"
+            for place, backend in enumerate(self.backends)
         ]
         return f"--device {','.join(str(backend.number) for backend in self.backends)}: {', '.join(told)}"
 
@@ -187,6 +190,14 @@ class SeveralBackend:
         """All devices in words."""
         return "; ".join(f"device {backend.number}: {backend.described}" for backend in self.backends)
 
+    def shares(self) -> tuple[str, ...]:
+        """What each device has, in words: layers, experts there of all that its layers have, bytes."""
+        return tuple(
+            f"{backend.number}: {_in_words(self.layers(place))}; {tier.held} of {tier.experts} experts, "
+            f"{format_bytes(backend.vram_used() + tier.slots * tier.stride)}"
+            for place, (backend, tier) in enumerate((backend, backend.tier) for backend in self.backends)
+        )
+
     @property
     def calls(self) -> Counter[str]:
         """Steps that ran on the devices, by operation."""
@@ -244,9 +255,9 @@ class SeveralBackend:
             backend.reserve(sum(planes.values()))
 
 
-def _told(layers: Sequence[int], number: int) -> str:
-    """Where layers lie, in words."""
+def _in_words(layers: Sequence[int]) -> str:
+    """A range of layers; empty is "no layer"."""
     if not layers:
-        return f"device {number} is not used"
+        return "no layer"
     first, last = layers[0], layers[-1]
-    return f"layer {first} on device {number}" if first == last else f"layers {first} to {last} on device {number}"
+    return f"layer {first}" if first == last else f"layers {first} to {last}"
