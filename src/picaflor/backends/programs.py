@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,22 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.batches import Limits
 from picaflor.backends.host import HostTwin
-from picaflor.backends.recording import Step
 from picaflor.formats.base import F32
 
 EXPERTS: Final = "expert_ffn"
 CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
+
+
+class Operation(Protocol):
+    """A step, as far as all devices have it: the name of its operation."""
+
+    @property
+    def op(self) -> str:
+        """The name."""
+
+
+Steps = TypeVar("Steps", bound=Operation)
+"""A device's kind of step."""
 
 
 class DeviceFailed(Exception):
@@ -44,10 +55,10 @@ class Guard:
     failed: Callable[[DeviceFailed], None]
 
 
-class DeviceProgram(ABC):
+class DeviceProgram(ABC, Generic[Steps]):
     """backends.api.Program. `twin`: the same program on the host, where it has `number`."""
 
-    def __init__(self, steps: Sequence[Step], limits: Limits, twin: HostTwin, number: int, guard: Guard) -> None:
+    def __init__(self, steps: Sequence[Steps], limits: Limits, twin: HostTwin, number: int, guard: Guard) -> None:
         self._steps = tuple(steps)
         self._limits = limits
         self._twin = twin
@@ -86,6 +97,7 @@ class DeviceProgram(ABC):
         self._seconds["other"] += time.perf_counter() - started
 
     def _hand_over(self, failure: DeviceFailed) -> None:
+        """Let the host compute, with all that the device was given."""
         self._guard.failed(failure)
         self._twin.take_over(str(failure), self._limits.touched)
         for rows, values in self._written.values():

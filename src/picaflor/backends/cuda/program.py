@@ -5,7 +5,6 @@ Knows batches, buffers of torch and steps; must not know what a step computes, f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -20,9 +19,8 @@ from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.rows import Tensor
-from picaflor.backends.programs import DeviceFailed, Guard
+from picaflor.backends.programs import CLASSES, DeviceFailed, DeviceProgram, Guard
 from picaflor.errors import OutOfBudget
-from picaflor.formats.base import F32
 
 if TYPE_CHECKING:
     from picaflor.backends.cuda.sampling import Drawing
@@ -35,8 +33,6 @@ MEASURED_REPLAY: Final = 32
 """The replay of a graph in which its classes of work are timed: by a graph of its own with marks between them."""
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""
-EXPERTS: Final = "expert_ffn"
-CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +196,7 @@ class Batches:
         return 3 * self.limits.max_rows + 4 * self.limits.max_outputs
 
 
-class CudaProgram:
+class CudaProgram(DeviceProgram[Step]):
     """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
 
     `again` brings what another device gave, where the run begins once more, here or on the host.
@@ -218,23 +214,17 @@ class CudaProgram:
         drawing: Drawing,
         tier: ExpertTier,
     ) -> None:
-        self._steps = tuple(steps)
+        super().__init__(steps, batches.limits, twin, number, guard)
         self._batches = batches
-        self._twin = twin
-        self._number = number
-        self._guard = guard
         self._ready = ready
         self._drawing = drawing
         self._tier = tier
-        self._asks = any(step.op == EXPERTS for step in steps)
         self._graphs: dict[tuple[int, int, int, int, bool], list[Part]] = {}
         self._graphs_of = -1
         self.replays = 0
         self.again: Callable[[], None] = _nothing
         self._clock = Clock(batches.device)
-        self._written: dict[tuple[int, int], tuple[Rows, F32]] = {}
         self._pinned: dict[tuple[int, int, int], Tensor] = {}
-        self._seconds = dict.fromkeys(CLASSES, 0.0)
         self._served_s = 0.0
 
     @property
@@ -242,39 +232,26 @@ class CudaProgram:
         """Whether a call of the device has failed and the host computes."""
         return self._twin.active
 
-    def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
-        """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
-        if experts is None and self._asks:
-            raise ValueError("the program has experts, and no provider was given")
-        started = time.perf_counter()
-        if not self._twin.active:
-            with current(self._batches.device):
-                self._on_device(batch, experts)
-        if self._twin.active:
-            self._twin.run(self._number, batch, experts)
-        self._written.clear()
-        self._seconds["other"] += time.perf_counter() - started
-
-    def _on_device(self, batch: Batch, experts: ExpertProvider | None) -> None:
-        """Run, a second time with fewer experts on the device where its memory was too small; or hand over."""
+    def compute(self, batch: Batch, experts: ExpertProvider | None) -> None:
+        """Run, a second time with fewer experts on the device where its memory was too small."""
         try:
-            try:
-                self._run(self._batches.put(batch), experts)
-            except torch.OutOfMemoryError:
-                if not self._tier.shrink():
-                    raise
-                for rows, values in self._written.values():
-                    rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
-                self.again()
-                self._run(self._batches.put(batch), experts)
+            with current(self._batches.device):
+                try:
+                    self._run(self._batches.put(batch), experts)
+                except torch.OutOfMemoryError:
+                    if not self._tier.shrink():
+                        raise
+                    for rows, values in self._written.values():
+                        self.put(rows, values)
+                    self.again()
+                    self._run(self._batches.put(batch), experts)
         except torch.OutOfMemoryError as error:
             raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
-        except DeviceFailed as failure:
-            self._guard.failed(failure)
-            self._twin.take_over(str(failure), self._batches.limits.touched)
-            for rows, values in self._written.values():
-                self._twin.write(self._number, rows, values)
-            self.again()
+
+    def _hand_over(self, failure: DeviceFailed) -> None:
+        """Let the host compute, with what another device gave as well."""
+        super()._hand_over(failure)
+        self.again()
 
     def _run(self, size: Size, experts: ExpertProvider | None) -> None:
         self._ready(experts)
@@ -381,15 +358,6 @@ class CudaProgram:
         if clock is not None:
             clock.mark("")
 
-    def view(self, rows: Rows, count: int) -> NDArray[Any]:
-        """The first `count` rows `[count, width]`, copied to the host."""
-        if self._twin.active:
-            return self._twin.view(self._number, rows, count)
-        started = time.perf_counter()
-        array = self._fetched(rows, rows.handle.view(rows)[:count])
-        self._seconds["other"] += time.perf_counter() - started
-        return array
-
     def draw(self, rows: Rows, chances: Sequence[Chance]) -> list[int]:
         """One token from each of a buffer's first rows of logits; NO_TOKEN where none of a row is finite."""
         count = len(chances)
@@ -398,8 +366,9 @@ class CudaProgram:
         with current(self._batches.device):
             return self._drawing(rows.handle.view(rows)[:count], chances)
 
-    def _fetched(self, rows: Rows, values: Tensor) -> NDArray[Any]:
-        """Values on the host, in memory that the next fetch of the same buffer may overwrite."""
+    def fetch(self, rows: Rows, count: int) -> NDArray[Any]:
+        """Rows on the host, in memory that the next fetch of the same buffer may overwrite."""
+        values: Tensor = rows.handle.view(rows)[:count]
         if values.device.type == "cpu" or values.numel() * 4 > PINNED_BYTES:
             plain: NDArray[Any] = values.cpu().numpy()
             return plain
@@ -412,14 +381,9 @@ class CudaProgram:
         array: NDArray[Any] = kept[: len(values)].numpy()
         return array
 
-    def write(self, rows: Rows, values: F32) -> None:
-        """Fill an input buffer's first rows."""
-        kept: NDArray[Any] = np.array(values, np.float32 if rows.dtype == "f32" else np.int32)
-        self._written[id(rows.handle), rows.start] = (rows, kept)
-        if self._twin.active:
-            self._twin.write(self._number, rows, kept)
-        else:
-            rows.handle.view(rows)[: len(kept)].copy_(torch.from_numpy(kept))
+    def put(self, rows: Rows, values: NDArray[Any]) -> None:
+        """Rows to the device."""
+        rows.handle.view(rows)[: len(values)].copy_(torch.from_numpy(values))
 
     def seconds(self) -> dict[str, float]:
         """Seconds since the last call: the device's by class, the rest of the host's as `other`.

@@ -127,7 +127,7 @@ class Moment:
     experts: ExpertProvider | None
 
 
-class VulkanProgram(DeviceProgram):
+class VulkanProgram(DeviceProgram[Step]):
     """backends.api.Program. `submits` counts what was given to the device."""
 
     def __init__(
