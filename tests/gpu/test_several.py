@@ -15,12 +15,15 @@ import numpy as np
 import pytest
 from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch
 
+from picaflor.backends.api import Chance, draw_rows
 from picaflor.backends.cuda import several
 from picaflor.backends.cuda.backend import CudaBackend, chosen_devices
 from picaflor.backends.cuda.several_recorder import SeveralRecorder
+from picaflor.backends.device import sample_on_host
 from picaflor.errors import OutOfBudget, UsageError
-from picaflor.runtime.engine import Engine
+from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.kvcache import PAGE_TOKENS, Sequence
+from picaflor.runtime.plan import load_backend
 from picaflor.runtime.runner import Work
 from picaflor.telemetry.report import rows
 
@@ -91,9 +94,13 @@ def test_three_devices_in_steps_of_single_tokens(expected: Any, monkeypatch: pyt
 
 def test_layers_are_shared_by_their_bytes_and_told(expected: Any) -> None:
     warnings: list[str] = []
+    chances = [Chance(0.0, 1.0, 0.0), Chance(1.0, 0.9, 0.7)]
     with opened(GLM, **TWO, warnings=warnings) as engine:
         assert same_bits(logits(engine, IDS[:2], chunk=2), expected[:2])
         backend: Any = engine.plan.backend
+        drawn = engine.runner.draw(backend, chances)
+        assert drawn == draw_rows(expected[:2], chances, sample_on_host)
+        assert [one.calls["sample"] for one in backend.backends] == [0, 1]  # where the logits are
         resident = engine.plan.resident_memory
         assert backend.released == sum(plane.nbytes for plane in resident)  # the host keeps no copy
         assert not any(plane.any() for plane in resident)
@@ -297,16 +304,29 @@ def test_one_device_by_its_number(expected: Any) -> None:
 # ---- what is recorded wrongly ----
 
 
-def _recorder() -> tuple[Any, SeveralRecorder]:
-    from picaflor.runtime.plan import EngineOptions, load_backend
-
-    backend: Any = load_backend(EngineOptions(backend="cuda", device="0,1", threads=1), lambda text: None)
+def _recorder(device: str = "0,1") -> tuple[Any, SeveralRecorder]:
+    backend: Any = load_backend(EngineOptions(backend="cuda", device=device, threads=1), lambda text: None)
     backend._places = {0: 0, 1: 1, 2: 0}
     return backend, backend.recorder(max_rows=2, max_outputs=2, page_tokens=16, pages=1)
 
 
 def _norm(backend: Any, layer: int) -> Any:
     return backend.vector(f"model.layers.{layer}.input_layernorm.weight", np.ones(8, np.float32))
+
+
+def test_rows_come_from_the_device_that_wrote_them_last() -> None:
+    """x goes from device to device; y is written on the first one and read on the third."""
+    backend, recorder = _recorder("0,1,2")
+    backend._places = {0: 0, 1: 1, 2: 2}
+    x, y = recorder.rows(8), recorder.rows(8)
+    recorder.rmsnorm(x, _norm(backend, 0), y, eps=1e-6)
+    recorder.rmsnorm(x, _norm(backend, 1), x, eps=1e-6)
+    recorder.rmsnorm(y, _norm(backend, 2), y, eps=1e-6)
+    recorder.add(x, y)
+    stages = recorder.finish().stages
+    borders = [[(border.source, border.buffer) for border in stage.borders] for stage in stages]
+    assert borders == [[], [], [(0, y.handle), (1, x.handle)]]
+    assert [stage.given for stage in stages] == [{x.handle}, {x.handle}, set()]
 
 
 def test_layers_out_of_order_are_refused() -> None:

@@ -13,7 +13,7 @@ from picaflor import cli
 from picaflor.cli.doctor import check_reads
 from picaflor.container.index import Container
 from picaflor.errors import UsageError
-from picaflor.runtime import bench, builtin, trial_reads
+from picaflor.runtime import bench, builtin, checks, trial_reads
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.machine import write_text
 from picaflor.runtime.trial_reads import Reads
@@ -256,3 +256,13 @@ def test_plan_of_mapped_experts_says_what_it_is_for(model: Path, capsys: pytest.
     os.truncate(shard, shard.stat().st_size - 1)
     assert cli.main(["plan", str(model), *RATES]) == 0
     capsys.readouterr()
+
+
+def test_devices_where_the_cpu_computes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to the plan it is a line; where the CPU was asked for by name the two contradict each other."""
+    monkeypatch.setattr(checks, "_is_the_cpu", lambda backend: True)
+    assert cli.main([*RUN, "--device", "0,1"]) == 0
+    line = "picaflor: warning: --device 0,1 has no effect: the CPU computes; --backend chooses a GPU"
+    assert warnings(capsys.readouterr().err) == [line]
+    assert cli.main([*RUN, "--device", "0,1", "--backend", "cpu"]) == 2
+    assert "--device 0,1: backend cpu has no devices to choose from; cuda, rocm have" in capsys.readouterr().err
