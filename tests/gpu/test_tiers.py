@@ -19,6 +19,7 @@ from gpu_support import same_bits, torch
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cuda import interpret, staging
 from picaflor.backends.cuda.exchange import HostExperts
+from picaflor.backends.cuda.promote import PROMOTE_BYTES
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.errors import ReadFailed
 from picaflor.formats.base import F32
@@ -249,3 +250,12 @@ def test_choices_outside_the_layer_are_named() -> None:
     rig = Rig(4)
     with pytest.raises(ValueError, match=r"outside 0 to 7: \[\[0, 8\]\]"):
         rig.tier.found(rig.held[3], np.array([[0, 8]], np.int32))
+
+
+def test_memory_of_the_host_is_counted_where_experts_do_not_all_fit() -> None:
+    rig = Rig(4)
+    rig.tier.most_slots = None
+    needed = rig.tier.experts * rig.tier.stride
+    assert rig.tier.host_bytes(needed) == 0
+    found = rig.tier.host_bytes(needed - 1)
+    assert found > PROMOTE_BYTES + sum(buffer.nbytes for buffer in (rig.tier.exchange._x, rig.tier.exchange._results))  # type: ignore[union-attr]

@@ -231,8 +231,9 @@ class CudaBackend(DeviceBackend):
         return self.isa
 
     def workspace_bytes(self) -> int:
-        """Bytes of host memory that running takes: staging only, the buffers are on the device."""
-        return 0
+        """Bytes of host memory that running takes: where experts do not all fit, what is on its way between the host
+        and the device; all other buffers are on the device."""
+        return self.tier.host_bytes(self.free_bytes())
 
     def traffic(self) -> ExpertTraffic:
         """What was asked of the experts on the device so far."""

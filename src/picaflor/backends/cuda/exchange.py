@@ -38,6 +38,15 @@ pinned memory, so computing is sooner done than sending; with many rows the devi
 is sent serves all of them."""
 
 
+def exchange_bytes(layers: Sequence[HeldLayer]) -> int:
+    """Bytes of the host's memory that an exchange and the CPU's operation take for these layers, about."""
+    if not layers:
+        return 0
+    pairs = max(held.top_k * held.hidden for held in layers)
+    inner = max(layout.gate.rows * held.top_k for held in layers for layout in held.layouts)
+    return HOST_ROWS * (2 * pairs + 3 * inner + 3 * max(held.hidden for held in layers)) * 4
+
+
 class HostExperts:
     """The CPU's expert operation for up to HOST_ROWS rows. `used(layer, formats)` is told of a layer's first call.
 

@@ -18,13 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
-from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts
+from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts, exchange_bytes
 from picaflor.backends.cuda.experts import TableMaker, counters, expert_ffn
 from picaflor.backends.cuda.many import ManyRows
 from picaflor.backends.cuda.prepare import Prepared
-from picaflor.backends.cuda.promote import Promotions
+from picaflor.backends.cuda.promote import PROMOTE_BYTES, Promotions
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.slots import HeldLayer, Slots, TierCounters
+from picaflor.backends.cuda.staging import RING
 from picaflor.errors import OutOfBudget
 from picaflor.sizes import format_bytes
 
@@ -107,6 +108,13 @@ class ExpertTier:
     def held(self) -> int:
         """Experts that are on the device now."""
         return 0 if self._slots is None else len(self._slots.kept)
+
+    def host_bytes(self, room: int) -> int:
+        """Bytes of the host's memory that calls take where experts may have so many bytes of the device."""
+        if self.most_slots is None and room // max(1, self.stride) >= self.experts:
+            return 0
+        pinned = RING * self.stride + max(PROMOTE_BYTES, self.stride)
+        return pinned + exchange_bytes(tuple(self._layers.values()))
 
     def prepare(self, provider: ExpertProvider | None) -> None:
         """Take memory, and copy all experts where all fit; else let what has come be seen, and send what was taken.
