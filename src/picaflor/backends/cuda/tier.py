@@ -259,9 +259,9 @@ class ExpertTier:
 
     def _wanted(self, held: HeldLayer, chosen: I32) -> list[int]:
         """The distinct ones of these choices, ascending; their experts get warmer."""
-        if chosen.min() < 0 or chosen.max() >= len(held.layouts):
+        wanted = sorted(set(chosen.ravel().tolist()))
+        if wanted[0] < 0 or wanted[-1] >= len(held.layouts):
             raise ValueError(f"a row chose an expert outside 0 to {len(held.layouts) - 1}: {chosen.tolist()}")
         assert self._slots is not None
-        wanted: list[int] = np.unique(chosen).tolist()
         self._slots.warm(held, wanted)
         return wanted
