@@ -6,12 +6,16 @@ import json
 import struct
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from picaflor import cli
+from picaflor.backends.api import DeviceRates
+from picaflor.device_memory import DeviceMemory
+from picaflor.errors import UnsupportedKernel
 from picaflor.models.config import Notices
 from picaflor.runtime import builtin, forecast
 from picaflor.runtime import plan as planning
@@ -191,9 +195,107 @@ def test_the_plan_is_the_ledger_of_a_run() -> None:
     assert mine == {item.name: item.nbytes for item in run.items if item.name != "this program"}
 
 
-def test_a_plan_for_another_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--backend", "cuda"]) == 2
-    assert "--backend cuda: plans are made for the processor only" in capsys.readouterr().err
+def test_a_plan_for_a_device_that_tells_no_rate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--backend", "vulkan"]) == 2
+    assert "--backend vulkan: no plan is made for it; accepted: auto, cpu, cuda, rocm" in capsys.readouterr().err
+
+
+# ---- with a device ----
+
+LAYERS, EXPERTS, EXPERT = 7, 24, 55_296
+SCRATCH = 512 * MIB
+
+
+def no_device(options: EngineOptions, notice: Any) -> Any:
+    if options.backend in ("auto", "cpu"):
+        return LOAD(options, notice)
+    raise UnsupportedKernel(f"backend {options.backend} cannot start: none is here")
+
+
+LOAD = planning.load_backend
+
+
+def device(free: int, total: int, rate: float) -> Any:
+    """`load_backend` where a device is here."""
+    memory = DeviceMemory("Card", free, total)
+    rates = DeviceRates(memory=rate, link=1e9)
+    backend = SimpleNamespace(isa="sm_90", memory=lambda: memory, measure_rates=lambda: rates)
+
+    def load(options: EngineOptions, notice: Any) -> Any:
+        return LOAD(options, notice) if options.backend in ("auto", "cpu") else backend
+
+    return load
+
+
+def needed(record: dict[str, Any]) -> int:
+    """Bytes that a device needs before any expert."""
+    return sum(item["bytes"] for item in record["device"]["needs"])
+
+
+def test_a_device_that_is_not_here_is_an_estimate_of_its_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "load_backend", no_device)
+    assert cli.main(["plan", *RATES, "--backend", "cuda"]) == 1
+    said = "backend cuda cannot start: none is here; --vram SIZE plans for a device that is not here"
+    assert capsys.readouterr().err.splitlines()[-1] == f"picaflor: error: {said}"
+    words = (*RATES, "--backend", "cuda", "--vram", "1GiB")
+    record = planned(*words, capsys=capsys)
+    found = record["device"]
+    assert found["from"].startswith("an estimate for a device that is not here (backend cuda cannot start: none is")
+    assert found["experts"] == {"device": LAYERS * EXPERTS, "ram": 0, "disk": 0}
+    names = [item["name"] for item in found["needs"]]
+    assert names == ["resident weights", "key-value cache (4096 tokens)", "work buffers", "scratch"]
+    host = {item["name"]: item["bytes"] for item in record["needs"]}
+    assert host["key-value cache (4096 tokens)"] == 0  # on the device
+    total = sum(record["bytes_per_token"].values())
+    assert record["speed"]["tokens_per_s"] == pytest.approx(1 / (total / (0.6 * 936e9) + 8 * 90e-6))
+    assert record["speed"]["limit"] == "device"
+    assert cli.main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    assert "of 168 experts 168 there" in out
+    assert "device 936 GB/s" in out
+    assert "tok/s: device 0.73 ms; the device limits" in out
+
+
+def test_a_device_that_is_here_is_asked_and_shares_with_memory_and_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A half of the experts on the device, 6 of 24 per layer in memory, a quarter on disk."""
+    monkeypatch.setattr(planning, "load_backend", device(1 << 30, 1 << 30, 2e12))
+    rates = ("--memory-rate", "10GB", "--disk-rate", "100MB")
+    words = (*rates, "--backend", "cuda", "--ram", "4GiB", "--expert-slots", "6", "--prefetch", "off")
+    whole = planned(*words, capsys=capsys)
+    assert (whole["device"]["name"], whole["device"]["from"]) == ("Card", "measured now")
+    assert whole["device"]["usable_bytes"] == int(0.92 * (1 << 30))
+    slot = whole["device"]["expert_bytes"] // (LAYERS * EXPERTS)
+    vram = needed(whole) + LAYERS * EXPERTS // 2 * slot
+    record = planned(*words, "--vram", str(vram), capsys=capsys)
+    assert record["device"]["experts"] == {"device": 84, "ram": 42, "disk": 42}
+    total, experts = sum(record["bytes_per_token"].values()), record["bytes_per_token"]["experts"]
+    device_s = (total - experts / 2) / (0.6 * 2e12) + 8 * 90e-6
+    ram_s = experts / 2 / 6e9 - experts / 2 / (0.6 * 2e12)
+    seconds = record["speed"]["seconds"]
+    assert seconds["device"] == pytest.approx(device_s)
+    assert seconds["RAM"] == pytest.approx(ram_s)
+    assert record["speed"]["hit_rate"] == pytest.approx(0.75)
+    assert record["speed"]["limit"] == "disk"
+    assert 1 / record["speed"]["tokens_per_s"] == pytest.approx(sum(seconds.values()))
+    changes = {change["change"]: change["speed"] for change in record["changes"]}
+    assert changes["16 GiB more RAM"]["read_bytes_per_token"] == 0
+    assert changes["twice the device's memory"]["tokens_per_s"] == pytest.approx(whole["speed"]["tokens_per_s"])
+    assert changes["a second drive as fast as this one"]["seconds"]["disk"] == pytest.approx(seconds["disk"] / 2)
+
+
+def test_a_device_whose_memory_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "load_backend", device(300 * MIB, 1 << 30, 2e12))
+    assert cli.main(["plan", *RATES, "--backend", "cuda"]) == 1
+    assert "are needed before any expert" in capsys.readouterr().err
+    # More than it has: a device that is not here.
+    record = planned(*RATES, "--backend", "cuda", "--vram", "2GiB", capsys=capsys)
+    assert "not here (Card has 1 GiB)" in record["device"]["from"]
 
 
 def test_routes_of_another_model_and_routes_without_requests_are_refused(

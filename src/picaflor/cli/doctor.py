@@ -158,12 +158,8 @@ def check_device(name: str, path: Path, settings: Settings) -> Check:
     beside = f"; --device shares the layers with {others}" * bool(others)
     plan = _sketch(path, settings)
     try:
-        kinds = ("resident weights", "key-value cache", "work buffers")
-        needs = [item for item in plan.ledger.items if item.name.startswith(kinds)]
-        files = plan.files
-        layers = files.layers if files is not None else ()
-        sizes = [files.slot_nbytes(layer) for layer in layers if files for _ in range(files.count(layer))]
-        found = place(memory, needs, sizes, in_ram=sum(plan.ledger.slots.values()), vram=settings.vram)
+        held = sum(plan.ledger.slots.values())
+        found = place(memory, plan.device_needs, plan.expert_sizes, in_ram=held, vram=settings.vram)
     finally:
         plan.close()
     if told := memory.others():

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from picaflor.runtime.sketch import Sketch
     from picaflor.store.routes import Routes
 
+_ASSUMED = "computing is taken to reach 60 % of that rate and to need 90 us more a layer"
 STATE_NAME = "machine.json"
 
 
@@ -42,6 +43,7 @@ def command(model: str | None, routes: Path | None, fresh: bool, settings: Setti
     from picaflor.runtime.forecast import forecast
     from picaflor.runtime.machine import StateFile
     from picaflor.runtime.sketch import sketch
+    from picaflor.runtime.target import find_target
 
     path = model_path(model)
     if path is None:
@@ -51,9 +53,11 @@ def command(model: str | None, routes: Path | None, fresh: bool, settings: Setti
     state = StateFile(folder / STATE_NAME if folder else None, warn=_warn)
     plan = sketch(path or builtin.folder(), engine_options(settings), notices)
     try:
+        target = find_target(plan.device, plan.options, notices.tell) if plan.device else None
         found = forecast(
             plan,
             state,
+            target=target,
             routes=_read_routes(routes) if routes is not None else None,
             memory_rate=settings.memory_rate,
             disk_rate=settings.disk_rate,
@@ -107,6 +111,7 @@ def as_record(plan: Sketch, found: Forecast) -> dict[str, Any]:
         "resident_experts": sum(min(ledger.slots[block.layer], block.router.experts) for block in plan.moe),
         "all_resident": ledger.all_resident,
         "bytes_per_token": token_bytes(plan.model, plan.index),
+        "device": _device(found),
         "routes": found.routes_from,
         "rates": {
             "from": found.rates_from,
@@ -121,6 +126,25 @@ def as_record(plan: Sketch, found: Forecast) -> dict[str, Any]:
         "all_in_memory": _speed(found.ceiling),
         "changes": [_change(change) for change in found.changes],
         "warnings": list(plan.notices.messages),
+    }
+
+
+def _device(found: Forecast) -> dict[str, Any] | None:
+    """The device of a plan for one, and where weights lie."""
+    target, placed = found.target, found.placement
+    if target is None or placed is None:
+        return None
+    return {
+        "name": target.memory.name,
+        "free_bytes": target.memory.free,
+        "total_bytes": target.memory.total,
+        "usable_bytes": placed.usable,
+        "bytes_per_s": target.bytes_per_s,
+        "from": target.said,
+        "needs": [{"name": item.name, "bytes": item.nbytes} for item in placed.needs],
+        "experts": {"device": placed.on_device, "ram": placed.in_ram, "disk": placed.on_disk},
+        "expert_bytes": placed.device_bytes,
+        "text": str(placed),
     }
 
 
@@ -144,6 +168,9 @@ def lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of each line for a person."""
     table_lines = [("model", f"{record['model']}: {record['description']}")]
     table_lines += _memory_lines(record)
+    if record["device"]:
+        table_lines.append(("device", record["device"]["text"]))
+        table_lines.append(("", f"{record['device']['from']}; {_ASSUMED}"))
     table_lines.append(("threads", f"{record['threads']} ({record['threads_source']}), {record['isa']}"))
     table_lines += _speed_lines(record)
     for change in record["changes"]:
@@ -163,7 +190,7 @@ def _memory_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("" if number else "needs", f"{format_bytes(item['bytes']):>9}  {item['name']}{flag}"))
     left = record["budget_bytes"] - record["total_bytes"]
     found.append(("", f"{format_bytes(record['total_bytes']):>9}  in all, {format_bytes(left)} left"))
-    if record["experts"]:
+    if record["experts"] and not record["device"]:
         held, experts = record["resident_experts"], record["experts"]
         disk = "none is read while decoding" if record["all_resident"] else "the others are read from disk when wanted"
         found.append(("experts", f"{held} of {experts} in memory ({held / experts:.0%}), {disk}"))
@@ -179,6 +206,8 @@ def _speed_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
         text += f", disk {rates['read_bytes_per_s'] / 1e9:.2f} GB/s"
         if rates["read_from_storage"] is not None and rates["read_from_storage"] < 0.5:
             text += f" ({1 - rates['read_from_storage']:.0%} of that from the page cache)"
+    if record["device"]:
+        text += f", device {record['device']['bytes_per_s'] / 1e9:.0f} GB/s"
     found = [("per token", f"{total / 1e6:.1f} MB of weights: {classes}"), ("rates", f"{text}; {rates['from']}")]
     if record["experts"] and not record["all_resident"]:
         found.append(("routes", record["routes"]))
@@ -188,6 +217,8 @@ def _speed_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
         return found
     parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in speed["seconds"].items() if value)
     text = f"{format_rate(speed['tokens_per_s'])} tok/s: {parts}"
+    if record["device"]:
+        text += f"; the {speed['limit']} limits"
     if speed["read_bytes_per_token"]:
         text += f"; hit rate {speed['hit_rate']:.1%}, {speed['read_bytes_per_token'] / 1e6:.1f} MB read per token"
     found.append(("speed", text))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from picaflor.errors import OutOfBudget, UsageError
 from picaflor.formats import REGISTRY
 from picaflor.runtime.machine import StateFile, fingerprint, machine_fingerprint, model_fingerprint
+from picaflor.runtime.placement import Placement, place
 from picaflor.runtime.predict import Misses, Speed, independent_misses, predict, read_time, uniform_misses
 from picaflor.runtime.sketch import Sketch, token_bytes
+from picaflor.runtime.target import ASSUMED_BYTES_PER_S, Target
 from picaflor.runtime.trial import Compute, measure_compute
 from picaflor.runtime.trial_reads import Reads, measure_reads
 from picaflor.store.budget import Ledger
@@ -30,7 +32,6 @@ INT3_LOSS = "costs quality: perplexity +13 % against int4-grouped 64 on the mode
 ASSUMED_PART = 0.6
 """Part of memory's rate that multiplying reaches, where the rate is given and nothing is measured."""
 GPU_BYTES = 24_000_000_000
-GPU_BYTES_PER_S = 936e9
 GPU_LAYER_S = 90e-6
 """The GPU that is priced: memory and its rate by the data sheet of an RTX 3090; what a layer takes beside its bytes, as
 measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json).
@@ -48,7 +49,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """`speed` None: the disk's rate is not known. `ceiling` is the speed with all experts in memory."""
+    """`speed` None: the disk's rate is not known. `ceiling` is the speed with all experts in memory, that of the device
+    where the plan is for one. `placement`: where weights lie then.
+    """
 
     compute: Compute
     reads: Reads | None
@@ -57,6 +60,8 @@ class Forecast:
     speed: Speed | None
     ceiling: Speed
     changes: tuple[Change, ...]
+    target: Target | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +79,17 @@ def forecast(
     memory_rate: int | None = None,
     disk_rate: int | None = None,
     fresh: bool = False,
+    target: Target | None = None,
 ) -> Forecast:
     """Predict. Rates are those given, else those kept in `state`, else measured now and kept; `fresh` measures anew.
 
-    Raises UsageError for routes of another model, ReadFailed.
+    `target`: the device of a plan for one. Raises UsageError for routes of another model, ReadFailed, and OutOfBudget
+    where the device cannot hold what must lie there.
     """
     if routes is not None:
         _check_routes(plan, routes)
     measured = _rates(plan, state, memory_rate, disk_rate, fresh)
-    guess = _Guess(plan, measured, routes)
+    guess = _Guess(plan, measured, routes) if target is None else _Beside(plan, measured, routes, target)
     return Forecast(
         compute=measured.compute,
         reads=measured.reads,
@@ -91,6 +98,8 @@ def forecast(
         speed=guess.speed(plan.ledger),
         ceiling=guess.all_resident(),
         changes=tuple(guess.changes()) if plan.moe else (),
+        target=target,
+        placement=guess.place() if isinstance(guess, _Beside) else None,
     )
 
 
@@ -177,11 +186,15 @@ class _Guess:
             ahead_bytes_per_s=ahead_bytes_per_s,
         )
 
+    def nothing_read(self) -> bool:
+        """Whether every expert is in memory."""
+        return self._plan.ledger.all_resident
+
     def changes(self) -> list[Change]:
         """What each change would give."""
         ledger = self._plan.ledger
         more = self._plan.ledger_with(MORE_RAM)
-        resident = ledger.all_resident
+        resident = self.nothing_read()
         changes = [
             Change("16 GiB more RAM", self.speed(more), "all experts fit already" if resident else ""),
             Change(
@@ -197,10 +210,10 @@ class _Guess:
                 changes.append(Change(f"{INT3} experts", self.speed(smaller, expert_share=share), INT3_LOSS))
             except OutOfBudget as error:
                 changes.append(Change(f"{INT3} experts", None, str(error)))
-        changes.append(self._gpu())
+        changes.append(self.other_device())
         return changes
 
-    def _gpu(self) -> Change:
+    def other_device(self) -> Change:
         """A GPU with all but the experts, and experts in what its memory has left; others are multiplied as now."""
         resident = sum(nbytes for name, nbytes in self._sizes.items() if name != "experts")
         left = GPU_BYTES - resident
@@ -211,12 +224,12 @@ class _Guess:
         )
         if left < 0:
             return Change(name, None, f"would need {needs}")
-        rate = ASSUMED_PART * GPU_BYTES_PER_S
+        rate = ASSUMED_PART * ASSUMED_BYTES_PER_S
         there = min(left / self._plan.expert_bytes, 1.0)
         now = self._measured.compute
         experts_s = there * self._sizes["experts"] / rate + (1 - there) * now.experts_s
         launches_s = len(self._plan.model.layers) * GPU_LAYER_S
-        compute = Compute(resident / rate + experts_s + launches_s, experts_s, GPU_BYTES_PER_S)
+        compute = Compute(resident / rate + experts_s + launches_s, experts_s, ASSUMED_BYTES_PER_S)
         ledger = self._plan.ledger_with(left)
         reads = self._measured.reads
         if there == 1 or ledger.all_resident:
@@ -225,8 +238,73 @@ class _Guess:
             return Change(name, None, f"would need {needs}")
         else:
             speed = self._predict(self._misses(ledger), extra_s=reads.extra_s, compute=compute)
-        assumed = f"{ASSUMED_PART:.0%} of {GPU_BYTES_PER_S / 1e9:.0f} GB/s and {1e6 * GPU_LAYER_S:.0f} us a layer"
+        assumed = f"{ASSUMED_PART:.0%} of {ASSUMED_BYTES_PER_S / 1e9:.0f} GB/s and {1e6 * GPU_LAYER_S:.0f} us a layer"
         return Change(name, speed, f"assumed: {assumed}, nothing for what is sent there; needs {needs}")
+
+
+class _Beside(_Guess):
+    """Predictions with a device: it has all but experts, and of them what fits; the processor multiplies the others,
+    from memory, while the device multiplies its own."""
+
+    def __init__(self, plan: Sketch, measured: _Measured, routes: Routes | None, target: Target) -> None:
+        super().__init__(plan, measured, routes)
+        self._target = target
+
+    def place(self, target: Target | None = None, *, ledger: Ledger | None = None, share: float = 1.0) -> Placement:
+        """Where weights lie, with another device, other memory, experts of this part of their size."""
+        target, ledger = target or self._target, ledger or self._plan.ledger
+        sizes = [int(size * share) for size in self._plan.expert_sizes]
+        held = [min(ledger.slots[block.layer], block.router.experts) for block in self._plan.moe]
+        return place(target.memory, self._plan.device_needs, sizes, in_ram=sum(held), vram=target.vram)
+
+    def all_resident(self) -> Speed:
+        """With every expert on the device."""
+        return self._with(1.0, [{0: 1.0}] * len(self._plan.moe), 1.0, (0.0,), 0.0)
+
+    def speed(
+        self, ledger: Ledger, *, read_share: float = 1.0, expert_share: float = 1.0, target: Target | None = None
+    ) -> Speed | None:
+        """With this placement on the host, reads in this part of their time, experts of this part of their size."""
+        found = self.place(target, ledger=ledger, share=expert_share)
+        there = found.on_device / self._plan.experts if self._plan.experts else 1.0
+        if there == 1 or ledger.all_resident:
+            return self._with(there, [{0: 1.0}] * len(self._plan.moe), expert_share, (0.0,), 0.0)
+        reads = self._measured.reads
+        if reads is None:
+            return None
+        counts = {block.layer: block.router.experts for block in self._plan.moe}
+        slots = {layer: min(count, round(there * count) + ledger.slots[layer]) for layer, count in counts.items()}
+        seconds = [value * read_share * expert_share for value in reads.extra_s]
+        ahead = reads.bytes_per_s / read_share if ledger.ahead_slots else 0.0
+        return self._with(there, self._misses(replace(ledger, slots=slots)), expert_share, seconds, ahead)
+
+    def nothing_read(self) -> bool:
+        """Whether every expert is in the memory of the host or of the device."""
+        return super().nothing_read() or self.place().on_disk == 0
+
+    def _with(
+        self, there: float, misses: Sequence[Misses], expert_share: float, extra_s: Sequence[float], ahead: float
+    ) -> Speed:
+        """With this part of the experts on the device."""
+        rate = ASSUMED_PART * self._target.bytes_per_s
+        experts = self._sizes.get("experts", 0) * expert_share
+        resident = sum(self._sizes.values()) - self._sizes.get("experts", 0)
+        device_s = (resident + there * experts) / rate + len(self._plan.model.layers) * GPU_LAYER_S
+        ram_s = (1 - there) * self._measured.compute.experts_s * expert_share
+        ram_s = max(ram_s - there * experts / rate, 0.0)  # the rest of it hides behind the device's own experts
+        host = ram_s / expert_share  # of experts as they are now
+        compute = Compute(device_s + host, host, self._target.bytes_per_s)
+        found = self._predict(misses, extra_s=extra_s, expert_share=expert_share, ahead_bytes_per_s=ahead,
+                              compute=compute)  # fmt: skip
+        seconds = {"disk": found.seconds["reads"], "RAM": ram_s, "device": device_s}
+        return replace(found, seconds=seconds)
+
+    def other_device(self) -> Change:
+        """The same device with more memory."""
+        wider = self._target.doubled()
+        fits = self.place().on_device == self._plan.experts
+        return Change("twice the device's memory", self.speed(self._plan.ledger, target=wider),
+                      "all experts fit already" if fits else "")  # fmt: skip
 
 
 def _rate(hits: int, loads: int) -> float:

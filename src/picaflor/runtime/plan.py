@@ -528,8 +528,7 @@ def ledger_of(
     work_bytes: int,
 ) -> Ledger:
     """What is needed and what is left for experts, with `work_bytes` of work buffers. Raises OutOfBudget."""
-    values = sum(plane.width for plane in _cached(model, options))
-    kv_bytes = pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
+    kv_bytes = kv_nbytes(options, model, pool)
     items = [
         Item("this program", held),
         Item("resident weights", residents.needed_nbytes),
@@ -562,6 +561,12 @@ def ledger_of(
         working_slots=WORKING_SLOTS,
         ahead_slots=ahead,
     )
+
+
+def kv_nbytes(options: EngineOptions, model: Model, pool: PagePool) -> int:
+    """Bytes of the key-value cache."""
+    values: int = sum(plane.width for plane in _cached(model, options))
+    return pool.pages * pool.page_tokens * values * int(kv_format("f32").bytes_per_value)
 
 
 def _cached(model: Model, options: EngineOptions) -> Iterator[Any]:

@@ -7,13 +7,16 @@ over blank memory that is never touched, so that buffers are counted by the same
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from picaflor.backends.api import Weight
 from picaflor.container.index import Container
 from picaflor.errors import BadTokenizer, UsageError
 from picaflor.models.base import Layer, MatrixSpec, Model
@@ -26,17 +29,24 @@ from picaflor.runtime.kvcache import PAGE_TOKENS, PagePool
 from picaflor.runtime.lossy import Lossy
 from picaflor.runtime.plan import EngineOptions
 from picaflor.runtime.reading import Reading
-from picaflor.runtime.residents import SLACK_BYTES, Residents
+from picaflor.runtime.residents import SLACK_BYTES, HostBackend, Residents
 from picaflor.runtime.tokenizer import FILE as TOKENIZER_FILE
 from picaflor.store.budget import Item, Ledger, Source, fit, process_memory
 from picaflor.store.mapped import lies_in_memory
 from picaflor.store.reader import ExpertFiles
 from picaflor.store.store import WORKING_SLOTS
 
+DEVICES = ("cuda", "rocm")
+"""Backends with memory of their own that a plan can be made for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """A model that could be run. Close it when done."""
+    """A model that could be run. Close it when done.
+
+    `device`: the backend of a device that is to have what must lie there; `ledger` is then of the host's memory beside
+    it, `device_needs` what the device has before any expert. `options` are the host's.
+    """
 
     path: Path
     container: Container
@@ -46,11 +56,13 @@ class Sketch:
     reading: Reading
     options: EngineOptions
     ledger: Ledger
+    device_needs: tuple[Item, ...]
     context: int
     isa: str
     threads: int
     threads_source: str
     notices: Notices
+    device: str = ""
 
     @property
     def moe(self) -> tuple[MoE, ...]:
@@ -84,6 +96,13 @@ class Sketch:
     def expert_bytes(self) -> int:
         """Bytes of all routed experts."""
         return sum(expert.nbytes for block in self.moe for expert in self.index.experts[block.layer])
+
+    @property
+    def expert_sizes(self) -> list[int]:
+        """Bytes that each routed expert takes in memory."""
+        files = self.files
+        layers = files.layers if files is not None else ()
+        return [files.slot_nbytes(layer) for layer in layers if files for _ in range(files.count(layer))]
 
     def ledger_with(self, extra: int, *, expert_share: float = 1.0) -> Ledger:
         """The ledger with `extra` bytes of memory more, and experts of `expert_share` of their size.
@@ -121,8 +140,9 @@ def _of_experts(item: Item) -> bool:
 
 def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
     """Plan a run of the model in a folder. Raises what errors.py names; nothing stays open then."""
-    if options.backend not in ("auto", "cpu"):
-        raise UsageError(f"--backend {options.backend}: plans are made for the processor only; accepted: auto, cpu")
+    if options.backend not in ("auto", "cpu", *DEVICES):
+        have = ", ".join(("auto", "cpu", *DEVICES))
+        raise UsageError(f"--backend {options.backend}: no plan is made for it; accepted: {have}")
     container = Container.open(path, extra_dirs=options.split, headers_only=True)
     try:
         for text in container.notes:
@@ -152,6 +172,8 @@ def sketch(path: Path, options: EngineOptions, notices: Notices) -> Sketch:
 def _sketch(
     path: Path, container: Container, model: Model, index: ModelIndex, options: EngineOptions, notices: Notices
 ) -> Sketch:
+    device = options.backend if options.backend in DEVICES else ""
+    options = replace(options, backend="cpu", device="auto") if device else options
     context = planning.context_of(model, options)
     pool = PagePool(pages=options.sequences * -(-context // PAGE_TOKENS))
     if not sidefile.is_absent(path / TOKENIZER_FILE, BadTokenizer):
@@ -168,9 +190,16 @@ def _sketch(
             f"a run uses experts where they lie ({why}); the plan is for experts in slots, as with --mapped off"
         )
     layouts = files.layouts if files is not None else planning.no_layouts
-    residents = Residents(index, backend, layouts, allocate=_Blank(index))
+    recording: Any = _Beside(backend) if device else backend
+    residents = Residents(index, recording, layouts, allocate=_Blank(index))
     residents.blank_vectors()
-    *_, ledger = planning.recorded(options, model, backend, residents, files, pool, charged)
+    *_, ledger = planning.recorded(options, model, recording, residents, files, pool, charged)
+    kv_bytes = planning.kv_nbytes(options, model, pool)
+    needs = (
+        Item("resident weights", residents.nbytes),
+        Item(f"key-value cache ({pool.pages * pool.page_tokens} tokens)", kv_bytes, "--ctx"),
+        Item("work buffers", backend.workspace_bytes(), "--prefill-chunk"),
+    )
     return Sketch(
         path=path,
         container=container,
@@ -180,12 +209,38 @@ def _sketch(
         reading=reading,
         options=options,
         ledger=ledger,
+        device_needs=needs,
         context=context,
         isa=backend.isa,
         threads=backend.threads,
         threads_source=planning.threads_source(options, notices),
         notices=notices,
+        device=device,
     )
+
+
+class _Beside:
+    """Stands for a device beside the host: records on the host's backend, has all that need not be in host memory."""
+
+    on_device = True
+    tells_ahead = True
+
+    def __init__(self, host: HostBackend) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+    def take(self, weights: Ordered[Weight]) -> None:
+        """Matrices pass through the host's memory in rounds; none is read here."""
+
+    def takes_experts(self, resident_bytes: int, expert_bytes: int) -> bool:
+        """Whether all fit is not known here: the host gets what it would have if they did not."""
+        return False
+
+    def workspace_bytes(self) -> int:
+        """Buffers are on the device."""
+        return 0
 
 
 class _Blank:
