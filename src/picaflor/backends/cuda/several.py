@@ -39,7 +39,8 @@ class LayerBytes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Floating:
-    """The handle of what belongs to no layer: `bind(backend)` gives it to a device, `parts` are those that have it."""
+    """The handle of what belongs to no placed layer (that of a draft head that is not used is not placed either):
+    `bind(backend)` gives it to a device, `parts` are those that have it."""
 
     bind: Callable[[CudaBackend], Any]
     parts: dict[int, Any] = field(default_factory=dict)
@@ -90,8 +91,8 @@ class SeveralBackend:
         """The layers of a device, by its place among `backends`."""
         return [layer for layer, place in self._places.items() if place == device]
 
-    def _device(self, layer: int) -> int:
-        if layer not in self._places:
+    def _device(self, layer: int | None) -> int:
+        if layer is None or layer not in self._places:
             raise ValueError(f"layer {layer} lies on no device; placed are {sorted(self._places) or 'none'}")
         return self._places[layer]
 
@@ -115,8 +116,8 @@ class SeveralBackend:
             kept.update((plane.ctypes.data, plane.nbytes) for plane in planes)
             return backend.weight(name, format_name, shape, group_size, planes)
 
-        if layer is not None:
-            return bind(self.backends[self._device(layer)])
+        if layer in self._places:
+            return bind(self.backends[self._places[layer]])
         self.table.cell(self.name, "matmul", format_name)
         return Weight(name, format_name, *shape, group_size, Floating(bind))
 
@@ -124,8 +125,8 @@ class SeveralBackend:
         """Hold a copy of a parameter vector, likewise."""
         layer = layer_of(name)
         kept = np.array(values, np.float32)
-        if layer is not None:
-            return self.backends[self._device(layer)].vector(name, kept)
+        if layer in self._places:
+            return self.backends[self._places[layer]].vector(name, kept)
         return Vector(name, len(kept), Floating(lambda backend: backend.vector(name, kept)))
 
     def _held(self, word: Weight | Vector, device: int) -> Any:
@@ -141,12 +142,11 @@ class SeveralBackend:
         """Copy matrices whose bytes are there to their devices now, and then give the host's memory back."""
         parts: list[list[Weight]] = [[] for _ in self.backends]
         for weight in weights:
-            layer = layer_of(weight.name)
-            if layer is not None:
-                parts[self._device(layer)].append(weight)
-                continue
-            for device, held in weight.handle.parts.items():
-                parts[device].append(held)
+            if isinstance(weight.handle, Floating):
+                for device, held in weight.handle.parts.items():
+                    parts[device].append(held)
+            else:
+                parts[self._device(layer_of(weight.name))].append(weight)
         for held in (held for part in parts for held in part):
             _ = held.handle.device  # all copies before any byte is given back: a tied head may lie on another device
         for backend, part in zip(self.backends, parts, strict=True):
