@@ -68,6 +68,11 @@ class Provider:
     made: dict[int, list[Any]]
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
     fails: tuple[int, int] | None = None
+    left: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    def elsewhere(self, layer: int, experts: Any) -> None:
+        """They are on the device."""
+        self.left.append((layer, sorted(experts.tolist())))
 
     @contextmanager
     def acquire(self, layer: int, experts: Any) -> Iterator[Lease]:
@@ -153,6 +158,7 @@ def test_what_is_wanted_often_comes_to_stay_and_is_then_computed_there() -> None
     rig.step([[0, 1]])
     assert (counters.hits, counters.host, counters.sent, rig.here()) == (2, 4, 2, [0, 1])
     assert rig.provider.asked == [(3, [0, 1]), (3, [1, 0])]
+    assert rig.provider.left == [(3, [0, 1])]
     rig.step([[0, 2]])
     rig.step([[0, 2]])
     rig.step([[2, 0]])
@@ -167,6 +173,7 @@ def test_what_is_wanted_often_comes_to_stay_and_is_then_computed_there() -> None
     assert rig.here() == [0, 1]
     rig.step([[0, 7]])
     assert rig.here() == [0, 1, 7]
+    assert rig.provider.left == [(3, [0, 1]), (3, [2]), (3, [7])]
     sizes = [layout.nbytes for layout, _ in rig.made[3]]
     assert counters.sent_bytes == sizes[0] + sizes[1] + sizes[2] + sizes[7]
     assert (counters.sent, counters.promoted) == (4, 4)

@@ -87,6 +87,30 @@ def test_reads_start_before_anything_is_asked_for(model: Model) -> None:
         assert shards == [model.files().place(ExpertKey(3, e))[0] for e in (0, 2, 5)]
 
 
+def test_what_a_device_holds_gives_its_slot_away(model: Model) -> None:
+    """Of two slots one is free then; what is held, read or pinned stays."""
+    pool = FakePool()
+    store = make_store(model, pool, slots={3: 2, 4: 6}, working_slots=2, ahead_slots=1, prefetch="on")
+    run(store, model, 3, 0, 1)
+    store.elsewhere(3, ids(0, 5))
+    assert store.resident(3) == [1]
+    run(store, model, 3, 2)
+    assert store.resident(3) == [1, 2]  # 1 is the oldest, and need not go
+    assert store.counters.layers[3].evicted == 1
+    run(store, model, 4, *range(6))
+    store.elsewhere(4, ids(*range(6)))
+    assert store.resident(4) == list(range(6))
+    with store.acquire(3, ids(1, 4)) as lease:
+        store.elsewhere(3, ids(1, 4))
+        assert [e for found, _ in lease.batches() for e in found.tolist()] == [1, 4]
+    store.expect(3, ids(0))
+    pool.run_all()
+    store.elsewhere(3, ids(0))
+    assert run(store, model, 3, 0) == [[0]]
+    assert store.counters.layers[3].prefetched + store.counters.layers[3].late == 1
+    assert idle(store)
+
+
 def test_least_recently_used_goes_first(model: Model) -> None:
     store = make_store(model, FakePool(), slots=3, working_slots=0)
     for expert in (0, 1, 2):

@@ -223,6 +223,15 @@ class AheadProvider(ExpertProvider, Protocol):
         ...
 
 
+@runtime_checkable
+class SharingProvider(ExpertProvider, Protocol):
+    """A provider that shares experts with a device's memory, so that no expert need be in both."""
+
+    def elsewhere(self, layer: int, experts: I32) -> None:
+        """A device holds these experts now and asks for them no more, unless it drops them. Returns at once."""
+        ...
+
+
 class Program(Protocol):
     """A recorded forward pass."""
 

@@ -244,6 +244,16 @@ class ExpertStore:
             with contextlib.suppress(ReadFailed):  # nobody asked for them yet: the request that does will say so
                 self._start(copies, Purpose.AHEAD)
 
+    def elsewhere(self, layer: int, experts: I32) -> None:
+        """A device holds these experts now and asks for them no more: their slots are free for others."""
+        with self._changed:
+            if self._closed or layer not in self._policies:
+                return
+            for expert in experts.tolist():
+                copy = self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
+                if copy is not None and copy.state is State.READY and copy.pool != _AHEAD:
+                    self._evict(copy.key)
+
     @property
     def prefetch_in_words(self) -> str:
         """Whether experts are read ahead; empty where all have a slot."""

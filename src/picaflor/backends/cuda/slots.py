@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from picaflor.backends.api import ExpertLayout
+from picaflor.backends.api import I32, ExpertLayout
 from picaflor.backends.cuda.early import EarlyRouter
 from picaflor.backends.cuda.experts import LayerTable, TableMaker
 from picaflor.backends.cuda.rows import Tensor
@@ -95,6 +95,7 @@ class Slots:
         self.kept: dict[Key, Slot] = {}
         self.staging = Staging(device, int(memory.shape[1]))
         self.before: Any = None
+        self._came: list[Key] = []
         self._layers = layers
         self._counters = counters
         self._owners = np.full(len(every), -1, np.int64)
@@ -151,6 +152,7 @@ class Slots:
         self.kept[slot.key] = slot
         self._owners[slot.number] = held.first + number
         held.live.put(number, self.address(slot))
+        self._came.append(slot.key)
         self._counters.promoted += 1
 
     def drop(self, slot: Slot) -> None:
@@ -161,6 +163,15 @@ class Slots:
         self._layers[layer].live.put(number, 0)
         self._owners[slot.number] = -1
         slot.key = None
+
+    def came(self) -> dict[int, I32]:
+        """By layer, what was named since the last question and still is."""
+        found: dict[int, list[int]] = {}
+        for layer, number in self._came:
+            if (layer, number) in self.kept:
+                found.setdefault(layer, []).append(number)
+        self._came.clear()
+        return {layer: np.array(numbers, np.int32) for layer, numbers in found.items()}
 
     def warm(self, held: HeldLayer, wanted: Sequence[int]) -> None:
         """These experts are wanted by a call."""

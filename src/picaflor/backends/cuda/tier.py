@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from picaflor.backends.api import I32, ExpertLayout, ExpertProvider
+from picaflor.backends.api import I32, ExpertLayout, ExpertProvider, SharingProvider
 from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts, exchange_bytes
 from picaflor.backends.cuda.experts import TableMaker, counters, expert_ffn
 from picaflor.backends.cuda.many import ManyRows
@@ -63,6 +63,7 @@ class ExpertTier:
         self._notice = notice
         self._layers: dict[int, HeldLayer] = {}
         self._provider: ExpertProvider | None = None
+        self._sharing: SharingProvider | None = None
         self._slots: Slots | None = None
         self._promotions: Promotions | None = None
         self._shrunk = False
@@ -124,10 +125,14 @@ class ExpertTier:
         if provider is not self._provider:
             self._forget()
             self._provider = provider
+            self._sharing = provider if isinstance(provider, SharingProvider) else None
         slots = self._take() if self._slots is None else self._slots
         if self._promotions is not None:
             slots.settle()  # a call of many rows may have failed between a copy and its end
             self._promotions.turn()
+            if self._sharing is not None:
+                for layer, numbers in slots.came().items():
+                    self._sharing.elsewhere(layer, numbers)
         elif not self.all_here:
             for held in self._layers.values():
                 self._bring_all(slots, held, provider)
