@@ -255,7 +255,7 @@ def test_a_device_that_is_not_here_is_an_estimate_of_its_size(
     out = capsys.readouterr().out
     assert "of 168 experts 168 there" in out
     assert "device 936 GB/s" in out
-    assert "tok/s: device 0.73 ms; the device limits" in out
+    assert "tok/s: device 0.73 ms; limited by device" in out
 
 
 def test_a_device_that_is_here_is_asked_and_shares_with_memory_and_disk(

@@ -218,7 +218,7 @@ def _speed_lines(record: dict[str, Any]) -> list[tuple[str, str]]:
     parts = ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in speed["seconds"].items() if value)
     text = f"{format_rate(speed['tokens_per_s'])} tok/s: {parts}"
     if record["device"]:
-        text += f"; the {speed['limit']} limits"
+        text += f"; limited by {speed['limit']}"
     if speed["read_bytes_per_token"]:
         text += f"; hit rate {speed['hit_rate']:.1%}, {speed['read_bytes_per_token'] / 1e6:.1f} MB read per token"
     found.append(("speed", text))
