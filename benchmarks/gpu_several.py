@@ -3,7 +3,7 @@
     python benchmarks/gpu_several.py builtin MODEL ... --out FILE [--bound 5GiB] [--devices 0 --devices 0,1]
 
 For each model, on each choice of `--device`: logits of a prompt and of single tokens against the CPU's, tokens per
-second of one and of eight sequences, what each device holds. `--bound`: with so much memory of each device, so that one
+second of one and of eight sequences and of a long prompt, what each device holds. `--bound`: with so much memory of each device, so that one
 of them cannot hold the model. Prints a line each and writes them to FILE.
 """
 
@@ -28,6 +28,7 @@ from picaflor.sizes import parse_bytes
 Found = dict[str, Any]
 PROMPT = 12
 SINGLES = 6
+LONG = 2048
 ROW_BYTES = 6144 * 4
 BLOCK_BYTES = 256 << 20
 
@@ -67,6 +68,19 @@ def rate(engine: Engine, *, batch: int, steps: int) -> Found:
     return {"batch": batch, "step_ms": round(1e3 * step, 3), "tokens_per_s": round(batch / step, 1)}
 
 
+def prefill(engine: Engine) -> Found:
+    """A prompt of 2,048 tokens in chunks, the second time: while one device has a chunk, the other has the one before."""
+    ids = _ids(LONG, engine.vocabulary)
+    times = []
+    for _ in range(2):
+        sequence = Sequence()
+        started = time.perf_counter()
+        engine.runner.prefill(sequence, ids)
+        times.append(time.perf_counter() - started)
+        engine.plan.pool.release(sequence)
+    return {"tokens": LONG, "seconds": round(times[-1], 4), "tokens_per_s": round(LONG / times[-1])}
+
+
 def holds(engine: Engine) -> list[Found]:
     """What each device has: layers, experts of all that its layers have, bytes."""
     whole: Any = engine.plan.backend
@@ -92,6 +106,7 @@ def compare(path: Path | None, wanted: Any, options: EngineOptions, *, steps: in
         found = logits(engine)
         first = time.perf_counter() - started
         speeds = [rate(engine, batch=batch, steps=steps) for batch in (1, 8)]
+        prompt = prefill(engine)
         held = holds(engine)
         fallbacks = dict(engine.record().fallbacks)
     return {
@@ -103,6 +118,7 @@ def compare(path: Path | None, wanted: Any, options: EngineOptions, *, steps: in
         "open_s": round(opened, 1),
         "first_logits_s": round(first, 1),
         "speed": speeds,
+        "prefill": prompt,
         "held": held,
         "fallbacks": fallbacks,
         "told": [line for line in warnings if line.startswith("--device")],
@@ -151,7 +167,7 @@ def main() -> None:
     print(json.dumps(record["between"]), flush=True)
     for name in words.models:
         path = None if name == "builtin" else Path(name)
-        base = {"context": 1024, "sequences": 8}
+        base = {"context": 2304, "sequences": 8}
         with Engine.open(path, EngineOptions(**base, backend="cpu"), warn=lambda text: None) as engine:
             wanted = logits(engine)
         for devices in words.devices or ["0", "1", "0,1"]:
