@@ -26,6 +26,7 @@ import generate_glm
 import numpy as np
 
 from picaflor.convert.policy import Policy
+from picaflor.runtime import builtin
 from picaflor.runtime.engine import Engine, EngineOptions
 from picaflor.runtime.evaluate import window_losses
 from picaflor.runtime.kvcache import Sequence
@@ -156,14 +157,21 @@ def _check_batch(path: Path | None, name: str, base: EngineOptions, backend: str
 def time_model(
     path: Path | None, name: str, backend: str, *, graphs: bool, batch: int, slots: int | None, steps: int
 ) -> Found:
-    """`time_steps` of a model that is opened for it, with `slots` experts on the device."""
+    """`time_steps` of a model that is opened for it, with `slots` experts on the device; RAM has all of them then."""
     options = EngineOptions(context=1024, backend=backend, sequences=max(4, batch))
+    if slots is not None:
+        options = replace(options, expert_slots=_experts_per_layer(path))
     with Engine.open(path, options, warn=lambda text: None) as engine:
         device: Any = engine.plan.backend
         program: Any = engine.plan.forward.program
         program._batches.captures = graphs
         device.tier.most_slots = slots
         return {"model": name, "graphs": graphs, **time_steps(engine, batch=batch, steps=steps)}
+
+
+def _experts_per_layer(path: Path | None) -> int:
+    config = json.loads(((builtin.folder() if path is None else path) / "config.json").read_text(encoding="utf-8"))
+    return int(config.get("n_routed_experts") or config["num_experts"])
 
 
 def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
@@ -187,6 +195,9 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
         started = time.perf_counter()
         step(number)
         times.append(time.perf_counter() - started)
+    with nullcontext({}) if device.tier.all_here else _host_seconds() as shared:
+        for number in range(8):
+            step(number)
     graph, host = _graph_ms(program, batch), _host_us(program, lambda: step(0))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         started = time.perf_counter()
@@ -206,6 +217,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
         "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph, "host_us": host,
         "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
         "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
+        "shared_ms": {part: round(1e3 * s / 8, 3) for part, s in shared.items()},
         "launches": sum(event.count for event in events) // 8,
         "bytes_per_token": nbytes, "over_byte_floor_of_one_row": round(median / floor, 2), "slots": device.tier.slots,
         "top": [f"{e.key[:40]} {e.self_device_time_total / 8:.0f}us x{e.count // 8}" for e in best],
@@ -330,7 +342,7 @@ def check_tiers(path: Path, backend: str, *, part: float, steps: int) -> Found:
 
     found: Found = {"model": path.name, "part": part}
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    experts = config["n_routed_experts"]
+    experts = _experts_per_layer(path)
     layers = config["num_hidden_layers"] - config["first_k_dense_replace"]
     prompt = _ids(16, config["vocab_size"]).tolist()
     tokens = _ids(2 * steps, config["vocab_size"])[::-1].tolist()
@@ -368,7 +380,7 @@ def check_border(path: Path, backend: str, *, part: float) -> list[Found]:
     usual = exchange.HOST_ROWS
     for label, most in (("host", 64), ("sent", 0)):
         exchange.HOST_ROWS = tier.HOST_ROWS = most  # type: ignore[misc]
-        options = EngineOptions(context=1024, backend=backend, sequences=4)
+        options = EngineOptions(context=1024, backend=backend, sequences=4, expert_slots=_experts_per_layer(path))
         with Engine.open(path, options, warn=lambda text: None) as engine:
             device: Any = engine.plan.backend
             experts = sum(len(layer) for layer in engine.plan.index.experts.values())
@@ -384,6 +396,32 @@ def check_border(path: Path, backend: str, *, part: float) -> list[Found]:
                     engine.plan.pool.release(sequence)
                 found.append({"by": label, "rows": rows, "ms": round(1e3 * statistics.median(times[2:]), 2)})
     exchange.HOST_ROWS = tier.HOST_ROWS = usual  # type: ignore[misc]
+    return found
+
+
+def check_ahead(path: Path, backend: str, *, part: float, steps: int) -> list[Found]:
+    """Tokens per second by how much of the next layer's choices is told early, each twice in turn; three places."""
+    from picaflor.backends.cpu import early
+
+    found: list[Found] = []
+    usual, experts = early.LIKELY, _experts_per_layer(path)
+    prompt, tokens = _ids(16, 200).tolist(), _ids(2 * steps, 200)[::-1].tolist()
+    for likely in (0.5, 0.75, 1.0) * 2:
+        early.LIKELY = likely  # type: ignore[misc]
+        slots = int(part * experts)
+        options = EngineOptions(context=512, backend=backend, expert_slots=slots, direct="on", mapped="off")
+        with Engine.open(path, options, warn=lambda text: None) as engine:
+            device: Any = engine.plan.backend
+            device.tier.most_slots = int(part * sum(len(layer) for layer in engine.plan.index.experts.values()))
+            engine.decode_replay(prompt, tokens[:steps])
+            times = engine.decode_replay(prompt, tokens[steps:])
+            phase = engine.record().decode
+        found.append({
+            "likely": likely, "tokens_per_s": round(1 / statistics.median(times), 2), "loads": phase.loads,
+            "ahead": phase.hits_prefetched, "late": phase.prefetch_late, "wasted": phase.prefetch_wasted,
+            "GB_per_s": round(phase.read_bytes_per_s / 1e9, 2), "busy": round(phase.read_busy_s / phase.wall_s, 2),
+        })  # fmt: skip
+    early.LIKELY = usual  # type: ignore[misc]
     return found
 
 
@@ -530,12 +568,16 @@ def main() -> None:
         record["border"] = _result(lambda: check_border(words.glm, words.backend, part=0.25))
         print(json.dumps(record["border"]), flush=True)
         _save(words.out, record)
+    if "ahead" in parts:
+        record["ahead"] = _result(lambda: check_ahead(words.tiers, words.backend, part=0.25, steps=words.steps))
+        print(json.dumps(record["ahead"]), flush=True)
+        _save(words.out, record)
     if words.large is not None:
         line = _result(lambda: [check_large(words.large, words.backend, steps=words.steps)])
         print(json.dumps(line[0]), flush=True)
         record["large"] = line
         _save(words.out, record)
-    if words.tiers is not None:
+    if words.tiers is not None and "ahead" not in parts:
         line = _result(lambda: [check_tiers(words.tiers, words.backend, part=0.25, steps=words.steps)])
         print(json.dumps(line[0]), flush=True)
         record["tiers"] = line
