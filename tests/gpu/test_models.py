@@ -69,7 +69,7 @@ def test_grouped_query_attention() -> None:
         assert same_bits(logits(engine, IDS[:4]), wanted)
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 2), (5, 1), (8, 3)])
+@pytest.mark.parametrize(("slots", "chunk"), [pytest.param(1, 2, marks=pytest.mark.slow), (5, 1), (8, 3)])
 def test_experts_that_the_host_computes(slots: int, chunk: int, expected: Any) -> None:
     with opened(GLM, backend="cuda") as engine:
         backend: Any = engine.plan.backend

@@ -187,10 +187,12 @@ def test_random_routes_over_two_layers_give_the_bits_of_the_cpu(slots: int) -> N
     """Few rows and many in turn: slots go from layer to layer, are taken by calls of many rows amid a promotion."""
     rig = Rig(slots)
     rng = np.random.default_rng(slots)
-    for number in range(9):
-        rows = 9 if number % 5 == 3 else int(rng.integers(1, 4))
+    for number in range(8):
+        many = number == 4
+        rows = 9 if many else int(rng.integers(1, 3))
         count = EXPERTS if number % 2 else 4  # hot ones
-        rig.step(*([rng.permutation(count)[:TOP_K].tolist() for _ in range(rows)] for _ in LAYERS))
+        layers = list(LAYERS)[:1] if many else list(LAYERS)
+        rig.step(*([rng.permutation(count)[:TOP_K].tolist() for _ in range(rows)] for _ in layers))
     counters = rig.tier.counters
     assert counters.host > 0
     assert rig.tier.held == len(rig.here(3)) + len(rig.here(4)) <= max(0, slots - max(1, slots // 4))
