@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from picaflor.errors import PicaflorError
+from picaflor.backends.api import DeviceRates
+from picaflor.errors import PicaflorError, UsageError
 from picaflor.runtime.bench import (
     DecodeBench,
     DiskLimit,
@@ -16,6 +19,7 @@ from picaflor.runtime.bench import (
     fixed_tokens,
     measure_decode,
 )
+from picaflor.runtime.engine import Engine
 
 
 class FakeEngine:
@@ -133,3 +137,13 @@ def test_a_model_in_memory_has_no_share_of_the_disk() -> None:
     assert bench.of_disk is None
     assert bench.physical_of_logical is None
     assert "of_disk" not in bench.record()
+
+
+def test_memory_is_probed_where_the_weights_are_multiplied() -> None:
+    def engine(backend: SimpleNamespace) -> Any:
+        return SimpleNamespace(plan=SimpleNamespace(backend=backend))
+
+    told = SimpleNamespace(name="cuda", on_device=True, measure_rates=lambda: DeviceRates(memory=3e12, link=1e9))
+    assert Engine.memory_probe(engine(told))() == 3e12
+    with pytest.raises(UsageError, match="backend vulkan does not tell the rate of its device's memory; accepted: cpu"):
+        Engine.memory_probe(engine(SimpleNamespace(name="vulkan", on_device=True)))

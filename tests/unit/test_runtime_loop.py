@@ -6,6 +6,7 @@ Must not know any backend or family.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from picaflor.backends.api import NO_TOKEN, Batch, Chance, ExpertProvider, Rows
 from picaflor.backends.reference import ReferenceBackend
 from picaflor.errors import ContextExceeded, NoFiniteLogit, ReadFailed
+from picaflor.runtime import generate
 from picaflor.runtime.generate import Draw, Generation, SamplingOptions, StopText
 from picaflor.runtime.kvcache import PagePool, Sequence
 from picaflor.runtime.runner import Runner, Work
@@ -260,6 +262,38 @@ def test_a_program_that_draws_is_asked_and_no_logits_are_fetched() -> None:
     assert program.viewed == []
     assert runner.step([Work(Sequence(), ids(5))]).argmax() == 7  # token, position 0, page 2
     assert program.viewed == [1]
+
+
+@pytest.mark.parametrize(("drawing", "steps", "sampling"), [(True, [6.0, 6.0], 5.0), (False, [1.0, 1.0], 15.0)])
+def test_where_a_device_draws_a_step_ends_with_its_token(
+    monkeypatch: pytest.MonkeyPatch, drawing: bool, steps: list[float], sampling: float
+) -> None:
+    """A forward pass takes 1 second and a draw 5; the first draw belongs to no step."""
+    now = [0.0]
+    monkeypatch.setattr(generate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    program = Draws() if drawing else CountingProgram()
+    runner = Runner(program, LOGITS, PagePool(pages=8, page_tokens=4), None, max_rows=6, max_outputs=4)
+    forward = program.run
+
+    def timed(batch: Batch, experts: ExpertProvider | None = None) -> None:
+        now[0] += 1
+        forward(batch, experts)
+
+    def draw(position: int) -> int:
+        now[0] += 5
+        return runner.draw(ReferenceBackend(), [Chance(float(position) * drawing, 1.0, 0.0)])[0]
+
+    monkeypatch.setattr(program, "run", timed)
+    options = greedy(max_tokens=3)
+    generation = Generation(
+        runner, Sequence(), ids(1, 2), options, draw=draw, decoder=Letters(), stop_tokens=frozenset(), context=30
+    )
+    run(generation)
+    assert generation.tokens == ([2, 3, 4] if drawing else [3, 5, 8])
+    assert (generation.clock.prefill_s, generation.clock.steps, generation.clock.sampling_s) == (1.0, steps, sampling)
+    assert generation.clock.decode_s == sum(steps)
+    if isinstance(program, Draws):
+        assert program.viewed == [0]  # waited for the prompt, fetched nothing
 
 
 def test_where_the_host_draws_the_logits_of_a_step_are_fetched_once() -> None:
