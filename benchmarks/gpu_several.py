@@ -3,8 +3,8 @@
     python benchmarks/gpu_several.py builtin MODEL ... --out FILE [--bound 5GiB] [--devices 0 --devices 0,1]
 
 For each model, on each choice of `--device`: logits of a prompt and of single tokens against the CPU's, tokens per
-second of one and of eight sequences and of a long prompt, what each device holds. `--bound`: with so much memory of each device, so that one
-of them cannot hold the model. Prints a line each and writes them to FILE.
+second of one and of eight sequences and of a long prompt, what each device holds. `--bound`: with so much memory of
+each device, so that one of them cannot hold the model. Prints a line each and writes them to FILE.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def rate(engine: Engine, *, batch: int, steps: int) -> Found:
 
 
 def prefill(engine: Engine) -> Found:
-    """A prompt of 2,048 tokens in chunks, the second time: while one device has a chunk, the other has the one before."""
+    """A prompt in chunks, the second time: while one device has a chunk, the other may have the one before."""
     ids = _ids(LONG, engine.vocabulary)
     times = []
     for _ in range(2):

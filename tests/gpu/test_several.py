@@ -92,10 +92,20 @@ def test_three_devices_in_steps_of_single_tokens(expected: Any, monkeypatch: pyt
         assert all(seconds[name] > 0 for name in ("attention", "matmul", "experts", "router", "head")), seconds
 
 
-def test_layers_are_shared_by_their_bytes_and_told(expected: Any) -> None:
+def test_layers_are_shared_by_their_bytes() -> None:
+    """The experts of layers 3 and 4 take more than the dense layers."""
     warnings: list[str] = []
-    chances = [Chance(0.0, 1.0, 0.0), Chance(1.0, 0.9, 0.7)]
     with opened(GLM, **TWO, warnings=warnings) as engine:
+        backend: Any = engine.plan.backend
+        assert [backend.layers(place) for place in (0, 1)] == [[0, 1, 2], [3, 4]]
+    told = [line for line in warnings if line.startswith("--device")]
+    assert told == ["--device 0,1: layers 0 to 2 on device 0, layers 3 to 4 on device 1"]
+
+
+def test_what_each_device_holds(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, 4)
+    chances = [Chance(0.0, 1.0, 0.0), Chance(1.0, 0.9, 0.7)]
+    with opened(GLM, **TWO) as engine:
         assert same_bits(logits(engine, IDS[:2], chunk=2), expected[:2])
         backend: Any = engine.plan.backend
         drawn = engine.runner.draw(backend, chances)
@@ -114,8 +124,6 @@ def test_layers_are_shared_by_their_bytes_and_told(expected: Any) -> None:
         assert re.fullmatch(r"0: layers 0 to 3; 8 of 8 experts, [0-9.]+ MiB", shares[0]), shares
         assert re.fullmatch(r"1: layer 4; 8 of 8 experts, [0-9.]+ MiB", shares[1]), shares
         assert [text for label, text in rows(engine.record()) if label == "device"] == list(shares)
-    told = [line for line in warnings if line.startswith("--device")]
-    assert told == ["--device 0,1: layers 0 to 3 on device 0, layer 4 on device 1"]
 
 
 def checkpoint(path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Path:
@@ -126,12 +134,13 @@ def checkpoint(path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, 
     return path
 
 
-def test_a_selection_that_is_shared_over_a_border(tmp_path: Path) -> None:
+def test_a_selection_that_is_shared_over_a_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer uses the first one's selection of 4 positions; there are 7."""
     shapes = {name: shape for name, shape in tiny.glm_shapes().items() if not re.search("layers.(1.*indexer|2)", name)}
     config = {**tiny.GLM, "index_topk": 4, "indexer_types": ["full", "shared"], "num_nextn_predict_layers": 0}
     path = checkpoint(tmp_path, config, shapes)
     ids = np.array([5, 77, 12, 9, 41, 60, 8], np.int32)
+    cut(monkeypatch, 1)
     wanted = cpu_logits(path, ids)
     with opened(path, **TWO) as engine:
         assert same_bits(logits(engine, ids, chunk=6), wanted)
@@ -143,7 +152,8 @@ def test_a_selection_that_is_shared_over_a_border(tmp_path: Path) -> None:
         assert [backend.calls["index_select"] for backend in devices_of(engine)] == [2, 0]
 
 
-def test_grouped_queries_and_a_tied_head(tmp_path: Path) -> None:
+def test_grouped_queries_and_a_tied_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut(monkeypatch, 1)
     path = checkpoint(tmp_path, tiny.QWEN, tiny.qwen_shapes())
     ids = np.array([5, 77, 12, 9, 41], np.int32)
     wanted = cpu_logits(path, ids)

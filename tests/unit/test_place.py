@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from picaflor.backends.cuda.place import LayerNeeds, spread
+from picaflor.backends.cuda.place import FITS, LayerNeeds, spread
 from picaflor.errors import OutOfBudget
 
 MOE = [LayerNeeds(10, 100)] * 10
@@ -36,8 +36,15 @@ def test_experts_count_against_what_is_left_beside_matrices_and_cache() -> None:
 
 
 def test_embedding_and_head_weigh_on_the_ends() -> None:
-    assert ranges(*spread(MOE, [1000, 1000], first=400)) == [(0, 4), (4, 10)]
-    assert ranges(*spread(MOE, [1000, 1000], last=400)) == [(0, 6), (6, 10)]
+    assert ranges(*spread(MOE, [1000, 1000], first=400)) == [(0, 3), (3, 10)]
+    assert ranges(*spread(MOE, [1000, 1000], last=400)) == [(0, 7), (7, 10)]
+
+
+def test_where_all_fits_devices_are_filled_alike() -> None:
+    """Fewest bytes of experts per byte left would leave the smaller of two large devices out."""
+    layers = [LayerNeeds(40, 0)] * 3 + [LayerNeeds(10, 20)] * 4
+    assert ranges(*spread(layers, [1000, 990])) == [(0, 3), (3, 7)]
+    assert ranges(*spread(layers, [990, 1000])) == [(0, 3), (3, 7)]
 
 
 def test_layers_without_experts_are_shared_by_their_bytes() -> None:
@@ -74,7 +81,7 @@ def test_no_other_ranges_are_better(seed: int) -> None:
                 wanted = sum(layer.experts for layer in part)
                 if held > room or (held == room and wanted):
                     return float("inf")
-                worst = max(worst, wanted / (room - held) if wanted else 0.0)
+                worst = max(worst, max(FITS, wanted / (room - held)) if wanted else 0.0)
         return worst
 
     every = itertools.combinations_with_replacement(range(len(layers) + 1), 2)

@@ -14,6 +14,9 @@ from typing import Final
 from picaflor.errors import OutOfBudget
 from picaflor.sizes import format_bytes
 
+FITS: Final = 0.9
+"""Bytes of experts per byte left for them up to which all fit, slots being a little wider than experts: less is no
+better then, and devices are filled alike instead."""
 Cost = tuple[float, float, float]
 """Experts' bytes per byte left for them and all bytes per free byte, both of the device where it is highest; the sum of
 the squares of the latter, which is lowest where all are pressed alike."""
@@ -33,9 +36,9 @@ def spread(layers: Sequence[LayerNeeds], rooms: Sequence[int], *, first: int = 0
     """Layers of each device, by place in `layers`; an empty range is that of a device that is better left out.
 
     `rooms`: free bytes of each device. The device of the first layer also holds `first` bytes, that of the last layer
-    `last`. The highest pressure of any device is as low as it can be: bytes of experts per byte that is left for them;
-    among equal ones, bytes of all kinds per free byte, and the evener ranges. Raises OutOfBudget where what
-    is fixed fits in no way.
+    `last`. The highest pressure of any device is as low as it can be: bytes of experts per byte that is left for them,
+    as far as not all fit; among equal ones, bytes of all kinds per free byte, and the evener ranges. Raises OutOfBudget
+    where what is fixed fits in no way.
     """
     if not layers or not rooms:
         raise ValueError(f"{len(layers)} layers for {len(rooms)} devices")
@@ -51,7 +54,7 @@ def spread(layers: Sequence[LayerNeeds], rooms: Sequence[int], *, first: int = 0
         if held > room or (wanted and held == room):
             return _NEVER
         part = (held + wanted) / room if room else 0.0
-        return wanted / (room - held) if wanted else 0.0, part, part * part
+        return max(FITS, wanted / (room - held)) if wanted else 0.0, part, part * part
 
     best: list[Cost] = [_NONE] + [_NEVER] * count  # of the devices so far, by layers that they have
     chosen: list[list[int]] = []
