@@ -253,29 +253,31 @@ def _host_us(program: Any, step: Callable[[], None]) -> dict[str, float]:
         marks.clear()
         started = time.perf_counter()
         step()
-        rows.append(np.diff([started, *marks, time.perf_counter()]) * 1e6)
+        if len(marks) >= 4:
+            rows.append(np.diff([started, *marks[:2], *marks[-2:], time.perf_counter()]) * 1e6)
     del program.view
     for part in parts:
         part.captured = part.captured.graph
-    if {len(row) for row in rows} != {5}:
+    if not rows:
         return {}
     medians = np.median(rows, axis=0).round(1).tolist()
     return dict(zip(("before", "launch", "behind", "fetch", "after"), medians, strict=True))
 
 
 def _graph_ms(program: Any, batch: int) -> float | None:
-    """Milliseconds of the last captured graph of so many rows, None where a step is more than one."""
+    """Milliseconds of the last captured graphs of so many rows, None where the host computes between them."""
     import torch
 
     found = [parts for key, parts in program._graphs.items() if key[:2] == (batch, batch)]
     known = [parts for parts in found if all(part.captured is not None for part in parts)]
-    if not known or len(known[-1]) != 1:
+    if not known or not program._tier.all_here:
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
     for _ in range(20):
-        known[-1][0].captured.replay()
+        for part in known[-1]:
+            part.captured.replay()
     end.record()
     end.synchronize()
     return round(float(start.elapsed_time(end)) / 20, 3)

@@ -73,7 +73,9 @@ def test_sequences_that_take_turns_and_a_batch_that_is_refused() -> None:
                 assert same_bits(rows, expected[number][step : step + 1])
                 with pytest.raises(ValueError, match="page 99999 of sequence 0"):
                     captured.run(wrong, engine.runner._experts)
-        assert captured.replays == 3
+        assert captured.replays == 3 * 2
+        first, *_ = next(iter(captured._graphs.values()))
+        assert len(first.steps) == program.FIRST_STEPS
         assert len(captured._graphs) == 1
 
 

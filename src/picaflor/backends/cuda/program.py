@@ -31,6 +31,8 @@ PINNED_BYTES: Final = 4 << 20
 """Most bytes of a result that come to the host through pinned memory, which is kept for the next one."""
 MEASURED_REPLAY: Final = 32
 """The replay of a graph in which its classes of work are timed: by a graph of its own with marks between them."""
+FIRST_STEPS: Final = 32
+"""Steps of the first graph, which keep the device busy until the host has launched the second."""
 GRAPH_ROWS: Final = 8
 """Most rows that a captured graph computes; more rows keep the device busy without one."""
 
@@ -111,6 +113,11 @@ def _parts(steps: Sequence[Step]) -> list[Sequence[Step]]:
             parts.append([])
         parts[-1].append(step)
     return list(parts)
+
+
+def _halves(steps: Sequence[Step]) -> list[Sequence[Step]]:
+    """Some steps first: a graph takes the host the longer the more there are, and the device begins meanwhile."""
+    return [part for part in (steps[:FIRST_STEPS], steps[FIRST_STEPS:]) if part]
 
 
 @dataclass(slots=True)
@@ -265,8 +272,8 @@ class CudaProgram(DeviceProgram[Step]):
             self._launch(replace(self._batches.frame(size, experts), split=split), self._steps)
 
     def _replay(self, size: Size, experts: ExpertProvider | None, whole: bool) -> None:
-        """Run by captured graphs: one where all experts are here, which brings the batch too, else one between any two
-        acts of the host.
+        """Run by captured graphs: two where all experts are here, the first of which brings the batch too, else one
+        between any two acts of the host.
 
         The first call of a size runs eagerly, the second is captured as it runs, later ones replay.
         """
@@ -277,8 +284,8 @@ class CudaProgram(DeviceProgram[Step]):
         blocks = 1 << blocks.bit_length()  # the next power of two
         key = (size.rows, size.outputs, size.sequences, blocks, whole)
         known = self._graphs.get(key)
-        if whole and known is not None and known[0].replays_only():
-            self._again(known[0])
+        if whole and known is not None and all(part.replays_only() for part in known):
+            self._again(known)
             return
         wide = replace(size, longest=min(blocks * BLOCK_KEYS, self._batches.limits.capacity))
         frame = replace(self._batches.frame(wide, experts), split=not whole)
@@ -287,25 +294,27 @@ class CudaProgram(DeviceProgram[Step]):
             self._batches.sent()
         if known is None:
             self._launch(frame, self._steps)
-            self._graphs[key] = [Part(steps) for steps in ([self._steps] if whole else _parts(self._steps))]
+            self._graphs[key] = [Part(steps) for steps in (_halves(self._steps) if whole else _parts(self._steps))]
             return
         for part in known:
             self._host_acts(frame, part.steps[0])
             if part.replays_only():
-                self._again(part)
+                self._again([part])
             else:
-                self._first_times(part, frame, wide if whole else None)
+                self._first_times(part, frame, wide if whole and part is known[0] else None)
 
-    def _again(self, part: Part) -> None:
-        """Replay a captured graph."""
-        part.captured.replay()
+    def _again(self, parts: Sequence[Part]) -> None:
+        """Replay captured graphs, one behind the other."""
+        for part in parts:
+            part.captured.replay()
         self._batches.sent()
-        part.age += 1
-        part.replays += 1
-        self.replays += 1
-        for step in part.steps:  # while the device computes
-            if step.op:
-                self._guard.allowed(step.op)
+        for part in parts:  # while the device computes
+            part.age += 1
+            part.replays += 1
+            self.replays += 1
+            for step in part.steps:
+                if step.op:
+                    self._guard.allowed(step.op)
 
     def _first_times(self, part: Part, frame: Frame, brings: Size | None) -> None:
         """Capture a graph and replay it, or one that tells its seconds; `brings`: and the batch comes with it."""
