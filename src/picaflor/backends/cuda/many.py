@@ -48,8 +48,11 @@ class ManyRows:
         if missing:
             self.slots.before = self.slots.staging.used()
             with provider.acquire(self.held.layer, np.array(missing, np.int32)) as lease:
-                for number, address in _each(lease):
-                    self._bring(number, address)
+                try:
+                    for number, address in each(lease, self.slots):
+                        self._bring(number, address)
+                finally:
+                    self.slots.taken()
             self.slots.settle()
         self._compute()
         if self.pairs is not None:
@@ -109,7 +112,8 @@ class ManyRows:
         return [(float(heats[n]), self.slots.every[n]) for n in order.tolist() if np.isfinite(heats[n])]
 
 
-def _each(lease: ExpertLease) -> Iterator[tuple[int, int]]:
-    """(expert, address), as they come."""
+def each(lease: ExpertLease, slots: Slots) -> Iterator[tuple[int, int]]:
+    """(expert, address), as they come; what was sent of a batch is taken before the next one is asked for."""
     for numbers, addresses in lease.batches():
         yield from zip(numbers.tolist(), addresses.tolist(), strict=True)
+        slots.taken()

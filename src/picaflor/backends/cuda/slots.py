@@ -115,12 +115,16 @@ class Slots:
     # ---- copies ----
 
     def send(self, held: HeldLayer, number: int, address: int, slot: Slot) -> None:
-        """Copy an expert from the host's memory, which may change when this returns; complete for what is launched
+        """Copy an expert from the host's memory, which stays as it is until `taken`; complete for what is launched
         after `settle`."""
         slot.generation += 1
         self.staging.send(address, held.layouts[number].nbytes, self.memory[slot.number], self.before)
         self._unsettled = True
         self._count(held.layouts[number].nbytes)
+
+    def taken(self) -> None:
+        """Until the host's memory of all that was sent may change."""
+        self.staging.taken()
 
     def start(self, pinned: Tensor, slot: Slot, after: Any) -> Sent:
         """Copy an expert from pinned memory behind the event `after`; nothing waits for it."""

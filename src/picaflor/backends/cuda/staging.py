@@ -7,20 +7,19 @@ whatever the computing stream is given after `settle`, and never before.
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 Tensor = Any
-RING = 4
+RING: Final = 8
 """Pinned buffers; as many copies are under way at once."""
-COPIERS: Final = 4
-"""Threads that fill a pinned buffer together: one alone does not keep up with the way to the device."""
-LEAST_PART: Final = 256 << 10
-"""Bytes of a thread's part, at least."""
+COPIERS: Final = 8
+"""Threads that fill pinned buffers, one each: one alone does not keep up with the way to the device."""
 
 
 @lru_cache(maxsize=1)
@@ -28,18 +27,9 @@ def _copiers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(COPIERS, thread_name_prefix="picaflor-send")
 
 
-def fill(target: int, source: int, nbytes: int) -> None:
-    """Copy host memory to host memory, large pieces by several threads; all of it is there when this returns."""
-    part = max(LEAST_PART, -(-nbytes // COPIERS))
-    if nbytes <= part:
-        ctypes.memmove(target, source, nbytes)
-        return
-    starts = range(0, nbytes, part)
-    jobs = [
-        _copiers().submit(ctypes.memmove, target + start, source + start, min(part, nbytes - start)) for start in starts
-    ]
-    for job in jobs:
-        job.result()
+def fill_later(target: int, source: int, nbytes: int) -> Future[Any]:
+    """Copy host memory to host memory meanwhile."""
+    return _copiers().submit(ctypes.memmove, target, source, nbytes)
 
 
 class Sent:
@@ -52,55 +42,74 @@ class Sent:
         """Whether all of it is there."""
         return self._event is None or bool(self._event.query())
 
+    def wait(self) -> None:
+        """Until all of it is there."""
+        if self._event is not None:
+            self._event.synchronize()
 
-def fill_later(target: int, source: int, nbytes: int) -> Future[Any]:
-    """Copy host memory to host memory meanwhile."""
-    return _copiers().submit(ctypes.memmove, target, source, nbytes)
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A pinned buffer that is being filled for a target."""
+
+    taken: Future[Any]
+    place: int
+    pinned: Tensor
+    target: Tensor
+    after: Any
 
 
 class Staging:
-    """Copies from host addresses to device memory, in order. On a device that is the host they are plain copies."""
+    """Copies from host addresses to device memory, in order. On a device that is the host nothing waits for a stream,
+    and its buffers are not pinned."""
 
     def __init__(self, device: Any, nbytes: int) -> None:
-        self._async = device.type != "cpu"
+        self._real = device.type != "cpu"
         self._device = device
         self.nbytes = nbytes
-        if self._async:
+        self._ring = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._real) for _ in range(RING)]
+        self._sent: list[Sent | None] = [None] * RING
+        self._next = 0
+        self._jobs: deque[_Job] = deque()
+        if self._real:
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))  # the targets were made there
-            self._ring = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(RING)]
-            self._sent: list[Any] = [None] * RING
-            self._next = 0
 
     def send(self, address: int, nbytes: int, target: Tensor, after: Any) -> None:
-        """Copy `nbytes` from a host address to the uint8 tensor `target`; the source may change when this returns.
+        """Begin to copy `nbytes` from a host address, which stays as it is until `taken`, to the uint8 tensor `target`.
 
         `after`: an event of the computing stream, the last use of what `target` held; None if nobody used it.
         """
-        if not self._async:
-            source = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-            target[:nbytes].copy_(torch.from_numpy(source))
-            return
+        if len(self._jobs) == RING:
+            self._pass_on()
         place, self._next = self._next, (self._next + 1) % RING
-        if self._sent[place] is not None:
-            self._sent[place].synchronize()
+        before = self._sent[place]
+        if before is not None:
+            before.wait()
         pinned = self._ring[place][:nbytes]
-        fill(pinned.data_ptr(), address, nbytes)
-        if after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            target[:nbytes].copy_(pinned, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self._sent[place] = event
+        taken = fill_later(pinned.data_ptr(), address, nbytes)
+        self._jobs.append(_Job(taken, place, pinned, target[:nbytes], after))
+        while self._jobs and self._jobs[0].taken.done():
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        job = self._jobs.popleft()
+        job.taken.result()
+        self._sent[job.place] = self.start(job.pinned, job.target, job.after)
+
+    def taken(self) -> None:
+        """Until all sources were copied; they may change when this returns."""
+        while self._jobs:
+            self._pass_on()
 
     def start(self, pinned: Tensor, target: Tensor, after: Any) -> Sent:
         """Copy pinned host memory to the uint8 tensor `target` behind the event `after`; both stay as they are until it
         is done. The computing stream does not wait for it."""
-        if not self._async:
+        if not self._real:
             target.copy_(pinned)
             return Sent(None)
-        self._stream.wait_event(after)
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
             target.copy_(pinned, non_blocking=True)
             event = torch.cuda.Event()
@@ -109,12 +118,13 @@ class Staging:
 
     def settle(self) -> None:
         """Let the computing stream wait for all copies that were sent."""
-        if self._async:
+        self.taken()
+        if self._real:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def used(self) -> Any:
         """An event after all that the computing stream was given so far; None where there are no streams."""
-        if not self._async:
+        if not self._real:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider, SharingProvider
 from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts, exchange_bytes
 from picaflor.backends.cuda.experts import TableMaker, counters, expert_ffn
-from picaflor.backends.cuda.many import ManyRows
+from picaflor.backends.cuda.many import ManyRows, each
 from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.promote import PROMOTE_BYTES, Promotions
 from picaflor.backends.cuda.rows import Tensor
@@ -191,11 +191,13 @@ class ExpertTier:
         missing = np.array([e for e in range(len(held.layouts)) if e not in held.slots], np.int32)
         if len(missing):
             with provider.acquire(held.layer, missing) as lease:
-                for numbers, addresses in lease.batches():
-                    for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
+                try:
+                    for number, address in each(lease, slots):
                         slot = slots.free.pop()
                         slots.send(held, number, address, slot)
                         slots.keep(held, number, slot)
+                finally:
+                    slots.taken()
         slots.settle()
         held.live.push()
 
