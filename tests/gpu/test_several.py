@@ -269,6 +269,9 @@ def test_one_device_is_out_of_memory_in_a_run(number: int, expected: Any, monkey
         monkeypatch.setattr(part, "_guard", replace(guard, allowed=fails))
         assert same_bits(logits(engine, IDS[:2]), expected[:2])
         assert failed[0] == 1
+        failed[0] = 0
+        with pytest.raises(OutOfBudget, match=f"^device {number}: the device is out of memory: out of memory$"):
+            logits(engine, IDS[:1])
         assert [backend.tier.slots for backend in devices_of(engine)] == [
             6 if number == 0 else 8,
             8 if number == 0 else 6,

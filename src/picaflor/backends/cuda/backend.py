@@ -22,7 +22,7 @@ from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.exchange import HostExperts
 from picaflor.backends.cuda.recorder import CudaRecorder
 from picaflor.backends.cuda.sampling import Drawing
-from picaflor.backends.cuda.several import SeveralBackend
+from picaflor.backends.cuda.several import SeveralBackend, device_in_words
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
@@ -148,6 +148,7 @@ class CudaBackend(DeviceBackend):
         self._drawing = Drawing(self.device, table=self.table, backend=backend, guard=self._guard)
         self.graphs = True
         self._vram_bytes = vram_bytes
+        self._granted: int | None = None
         self._notice = notice
         host = HostExperts(self.threads, precision, self._host_computes)
         self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell, host=host)
@@ -163,6 +164,19 @@ class CudaBackend(DeviceBackend):
             return None
         name = str(torch.cuda.get_device_properties(self.device).name)
         return DeviceMemory(name, *torch.cuda.mem_get_info(self.device))
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the device has no memory but the host's: what lies there counts once, in the host's ledger."""
+        return self.device.type != "cpu" and bool(torch.cuda.get_device_properties(self.device).is_integrated)
+
+    def fixed_bytes(self, resident_bytes: int) -> int:
+        """Bytes of the device beside experts, when matrices of so many bytes will be there."""
+        return max(0, resident_bytes - self._matrices.nbytes) + self.vram_used() + SCRATCH_BYTES
+
+    def grant(self, nbytes: int) -> None:
+        """Experts may take so many bytes of a memory that is the host's too."""
+        self._granted = nbytes
 
     @property
     def described(self) -> str:
@@ -275,13 +289,14 @@ class CudaBackend(DeviceBackend):
 
     def free_bytes(self) -> int:
         """What is left for experts when all else is there: dense weights, pages and work come first."""
-        used = self.vram_used() + SCRATCH_BYTES
         if self._vram_bytes is not None:
-            return max(0, self._vram_bytes - used)
-        if self.device.type == "cpu":
-            return 1 << 62
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, int(free * DEVICE_SHARE) - SCRATCH_BYTES)
+            found = self._vram_bytes - self.vram_used() - SCRATCH_BYTES
+        elif self.device.type == "cpu":
+            found = 1 << 62
+        else:
+            free, _ = torch.cuda.mem_get_info(self.device)
+            found = int(free * DEVICE_SHARE) - SCRATCH_BYTES
+        return max(0, found if self._granted is None else min(found, self._granted))
 
     def _ready(self, experts: ExpertProvider | None) -> None:
         """What must be on the device before a program runs."""
@@ -334,8 +349,7 @@ def open_backend(
 
     if len(numbers) == 1:
         return opened(numbers[0], notice)
-    names = [f"device {number}" for number in numbers]
-    return SeveralBackend([opened(number, named(name, notice)) for number, name in zip(numbers, names, strict=True)])
+    return SeveralBackend([opened(number, named(device_in_words(number), notice)) for number in numbers])
 
 
 def named(name: str, notice: Callable[[str], None] | None) -> Callable[[str], None] | None:

@@ -18,6 +18,7 @@ from picaflor.backends.api import DeviceRates, ExpertTraffic, Vector, Weight
 from picaflor.backends.cpu.memory import allocate
 from picaflor.backends.cuda.place import LayerNeeds, spread
 from picaflor.backends.cuda.recorder import CudaRecorder
+from picaflor.backends.cuda.several_program import naming
 from picaflor.backends.cuda.several_recorder import SeveralRecorder
 from picaflor.backends.table import Cell
 from picaflor.container.names import layer_of
@@ -58,6 +59,7 @@ class SeveralBackend:
         first = backends[0]
         self.backends = tuple(backends)
         self.name = first.name
+        self._names = [device_in_words(backend.number) for backend in backends]
         self.isa = " + ".join(dict.fromkeys(backend.isa for backend in backends))
         self.threads, self.precision, self.table = first.threads, first.precision, first.table
         self._places: dict[int, int] = {}
@@ -80,10 +82,8 @@ class SeveralBackend:
         self._places = {layers[at]: device for device, places in enumerate(ranges) for at in places}
         self._experts = [sum(needs[at].experts for at in places) for places in ranges]
         told = [
-            f"{_in_words(self.layers(place))} on device {backend.number}"
-            if ranges[place]
-            else f"device {backend.number} is not used"
-            for place, backend in enumerate(self.backends)
+            f"{_in_words(self.layers(place))} on {name}" if ranges[place] else f"{name} is not used"
+            for place, name in enumerate(self._names)
         ]
         return f"--device {','.join(str(backend.number) for backend in self.backends)}: {', '.join(told)}"
 
@@ -177,7 +177,7 @@ class SeveralBackend:
                 max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages
             )
 
-        return SeveralRecorder(place=self._device, open=start, held=self._held)
+        return SeveralRecorder(place=self._device, open=start, held=self._held, names=self._names)
 
     def sample(self, logits: F32, *, temperature: float, top_p: float, uniform: float) -> int:
         """One token from logits `[vocabulary]`, as one device does it."""
@@ -188,7 +188,7 @@ class SeveralBackend:
     @property
     def described(self) -> str:
         """All devices in words."""
-        return "; ".join(f"device {backend.number}: {backend.described}" for backend in self.backends)
+        return "; ".join(f"{name}: {one.described}" for name, one in zip(self._names, self.backends, strict=True))
 
     def shares(self) -> tuple[str, ...]:
         """What each device has, in words: layers, experts there of all that its layers have, bytes."""
@@ -251,8 +251,14 @@ class SeveralBackend:
     def reserve(self, resident_bytes: int) -> None:
         """Raises OutOfBudget, before any matrix is read, where those of a device leave it no room to work in. Each
         device knows the matrices that it was given, so `resident_bytes` is not needed."""
-        for backend, planes in zip(self.backends, self._planes, strict=True):
-            backend.reserve(sum(planes.values()))
+        for name, backend, planes in zip(self._names, self.backends, self._planes, strict=True):
+            with naming(name):
+                backend.reserve(sum(planes.values()))
+
+
+def device_in_words(number: int) -> str:
+    """What lines about a device call it."""
+    return f"device {number}"
 
 
 def _in_words(layers: Sequence[int]) -> str:

@@ -6,7 +6,8 @@ Knows programs of single devices and buffers of torch; must not know operations,
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +17,17 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import Batch, Chance, ExpertProvider, Rows
 from picaflor.backends.cuda.program import CudaProgram
+from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
+
+
+@contextmanager
+def naming(device: str) -> Iterator[None]:
+    """Lets a lack of memory name the device that lacks it."""
+    try:
+        yield
+    except OutOfBudget as error:
+        raise OutOfBudget(f"{device}: {error}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +53,11 @@ class Border:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Operations in a row on one device. `borders`: what comes from earlier stages; `given`: what no stage wrote before
-    it is used here, so that `write` has filled it; `left`: what is written here."""
+    """Operations in a row on one device, called `name`. `borders`: what comes from earlier stages; `given`: what
+    no stage wrote before it is used here, so that `write` has filled it; `left`: what is written here."""
 
     device: int
+    name: str
     program: CudaProgram
     borders: tuple[Border, ...]
     given: frozenset[Shared]
@@ -69,13 +81,15 @@ class SeveralProgram:
         return sum(stage.program.replays for stage in self.stages)
 
     def run(self, batch: Batch, experts: ExpertProvider | None = None) -> None:
-        """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit."""
+        """Compute all rows. Raises ReadFailed from the provider, ValueError for a batch that does not fit, OutOfBudget
+        naming the device."""
         if experts is None and self._asks:
             raise ValueError("the program has experts, and no provider was given")
         self._rows = max(len(batch.tokens), len(batch.outputs))
         for stage in self.stages:
             self._bring(stage)
-            stage.program.run(batch, experts)
+            with naming(stage.name):
+                stage.program.run(batch, experts)
 
     def _bring(self, stage: Stage) -> None:
         """Copy what a stage needs to its device, which computes with it when it has come; torch orders the two."""

@@ -61,7 +61,7 @@ class _Uses:
 
 class SeveralRecorder:
     """backends.api.Recorder. `place(layer)`: the device of a layer; `open(device)`: a recorder there; `held(word,
-    device)`: a matrix or vector as that device has it."""
+    device)`: a matrix or vector as that device has it; `names` of the devices."""
 
     def __init__(
         self,
@@ -69,10 +69,12 @@ class SeveralRecorder:
         place: Callable[[int], int],
         open: Callable[[int], CudaRecorder],
         held: Callable[[Any, int], Any],
+        names: Sequence[str],
     ) -> None:
         self._place = place
         self._open = open
         self._held = held
+        self._names = tuple(names)
         self._recorders: dict[int, CudaRecorder] = {}
         self._calls: list[Call] = []
 
@@ -180,7 +182,7 @@ class SeveralRecorder:
             borders = tuple(Border(writers[buffer], buffer) for buffer in uses.needed if buffer in writers)
             given = frozenset(buffer for buffer in uses.needed if buffer not in writers)
             program = self._give(device, members)
-            stages.append(Stage(device, program, borders, given, frozenset(uses.written)))
+            stages.append(Stage(device, self._names[device], program, borders, given, frozenset(uses.written)))
             writers |= dict.fromkeys(uses.written, number)
         return SeveralProgram(stages, asks=any(call.name == EXPERTS for call in calls))
 
