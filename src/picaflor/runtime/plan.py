@@ -508,7 +508,16 @@ def recorded(
             experts=sizes,
             ledger_at=ledger_at,
         )
-    return forward, draft, rows, outputs, ledger_at(backend.workspace_bytes())
+    ledger = ledger_at(backend.workspace_bytes())
+    if _shares_memory(backend):
+        assert ledger.limit.nbytes is not None
+        cast(Any, backend).grant(ledger.limit.nbytes - ledger.total_bytes)
+    return forward, draft, rows, outputs, ledger
+
+
+def _shares_memory(backend: HostBackend) -> bool:
+    """Whether what lies on the device lies in the host's memory, so that the ledger has it too."""
+    return bool(getattr(backend, "shares_memory", False))
 
 
 def ahead_slots(options: EngineOptions, *, on_device: bool) -> int:
@@ -541,12 +550,15 @@ def ledger_of(
     if files is not None:
         learned = policy_nbytes(options.policy, [LayerCache(layer, 0, files.count(layer)) for layer in layers])
         items.append(Item("cache policy", learned))
+    shared = _shares_memory(backend)
+    if shared:
+        items.append(Item("on the device, in the same memory", cast(Any, backend).fixed_bytes(residents.nbytes)))
     wanted_slots = options.expert_slots
     ahead = ahead_slots(options, on_device=backend.on_device and not getattr(backend, "tells_ahead", False))
     if wanted_slots is None and files is not None:
         total = sum(files.slot_nbytes(layer) * files.count(layer) for layer in layers)
-        if backend.takes_experts(residents.nbytes, total):
-            wanted_slots, ahead = 1, 0  # they pass through the host once
+        if shared or backend.takes_experts(residents.nbytes, total):
+            wanted_slots, ahead = 1, 0  # they pass through the host, and lie there once
     return fit(
         memory_sources(
             options.ram_bytes,
