@@ -6,6 +6,7 @@ in memory that it spoils as soon as it may, and a device's memory holds NaN befo
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +18,8 @@ from gpu_experts import make_expert, on_the_cpu
 from gpu_support import same_bits, torch
 
 from picaflor.backends.cpu.memory import allocate
-from picaflor.backends.cuda import interpret, staging
+from picaflor.backends.cuda import interpret, promote, staging
 from picaflor.backends.cuda.exchange import HostExperts
-from picaflor.backends.cuda.promote import PROMOTE_BYTES
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.errors import ReadFailed
 from picaflor.formats.base import F32
@@ -182,9 +182,29 @@ def test_what_is_wanted_often_comes_to_stay_and_is_then_computed_there() -> None
     assert rig.used == [(3, ["int4-grouped", "int8-row"])]
 
 
+class Lazy:
+    """Copies when it is waited for, and no sooner: the last moment at which another thread may do it."""
+
+    def __init__(self, *words: int) -> None:
+        self._words: tuple[int, ...] | None = words
+
+    def done(self) -> bool:
+        """Not before somebody waited."""
+        return self._words is None
+
+    def result(self) -> None:
+        """Copy."""
+        if self._words is not None:
+            ctypes.memmove(*self._words)
+            self._words = None
+
+
 @pytest.mark.parametrize("slots", [1, 8])
-def test_random_routes_over_two_layers_give_the_bits_of_the_cpu(slots: int) -> None:
-    """Few rows and many in turn: slots go from layer to layer, are taken by calls of many rows amid a promotion."""
+def test_random_routes_over_two_layers_give_the_bits_of_the_cpu(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows and many in turn: slots go from layer to layer, are taken by calls of many rows amid a promotion. The
+    host's memory is copied as late as can be."""
+    monkeypatch.setattr(staging, "fill_later", Lazy)
+    monkeypatch.setattr(promote, "fill_later", Lazy)
     rig = Rig(slots)
     rng = np.random.default_rng(slots)
     for number in range(8):
@@ -266,5 +286,7 @@ def test_memory_of_the_host_is_counted_where_experts_do_not_all_fit() -> None:
     rig.tier.most_slots = None
     needed = rig.tier.experts * rig.tier.stride
     assert rig.tier.host_bytes(needed) == 0
+    exchange = rig.tier.exchange
+    assert exchange is not None
     found = rig.tier.host_bytes(needed - 1)
-    assert found > PROMOTE_BYTES + sum(buffer.nbytes for buffer in (rig.tier.exchange._x, rig.tier.exchange._results))  # type: ignore[union-attr]
+    assert found > promote.PROMOTE_BYTES + exchange._x.nbytes + exchange._results.nbytes
