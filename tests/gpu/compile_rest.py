@@ -62,7 +62,8 @@ def cases() -> Iterator[Case]:
         (attention._soften, {"R": 1}, 1, {}),
         (attention._merge, {"W": 512, "R": 1, "B": 128}, 4, {}),
         (attention._weigh, {"W": 512, "R": 1, "H": 4, "B": 128, "U": 32}, 4, {}),
-        (attention._scores, {"W": 512, "W2": 64, "H": 1, "K": 32, "U": 4}, 4, {}),
+        (attention._weigh, {"W": 512, "R": 1, "H": 1, "B": 128, "U": 64}, 4, {}),
+        (attention._scores, {"W": 512, "W2": 64, "H": 1, "K": 32, "U": 16}, 4, {}),
         (choose._index_scores, {"W": 128, "K": 32, "U": 4, "SHIFT": 4}, 4, {}),
         (choose._choose_positions, {"TOP": 2048, "B": 4096}, 8, {"out": "*i32"}),
     ]
@@ -77,8 +78,8 @@ def cases() -> Iterator[Case]:
         stored = {"FORMAT": number, "GROUP": group, "R": 1}
         special = {"scales": "*fp32" if number == 0 else "*u8"}
         made.append((latent._embed, {**stored, "B": 1024}, 4, special))
-        made.append((latent._absorb, {**stored, "W": 512, "B": 64, "U": 32, "EVEN": True}, 2, special))
-        made.append((latent._expand, {**stored, "W": 512, "V": 16, "U": 16}, 4, special))
+        made.append((latent._absorb, {**stored, "W": 512, "B": 64, "U": 64, "EVEN": True}, 2, special))
+        made.append((latent._expand, {**stored, "W": 512, "V": 16, "U": 32}, 4, special))
     drawing = dict.fromkeys(("best", "finite", "bins", "sums"), "*i64")
     drawing |= {"chances": "*fp64", "weights": "*fp32", "out": "*i32"}
     made.append((sampling._best, {"B": 1024}, 4, drawing))

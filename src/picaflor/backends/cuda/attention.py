@@ -101,15 +101,36 @@ def _tokens(sequences, positions, pages, pages_stride, selection, selection_stri
 
 
 @triton.jit
-def _chain(q_at, k_at, live, W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, U: tl.constexpr):
-    """[H, K]: chain16 of H queries (pointers [H, 1, 1]) with K keys (pointers [1, K, 1])."""
+def behind(acc, values, nothing, U: tl.constexpr):
+    """acc, but not before all U values are there: else the compiler saves registers and waits for each load in turn.
+    `nothing` is an int32 that is 0, and the compiler must not know."""
+    every = values[0].to(tl.int32, bitcast=True)
+    for u in tl.static_range(1, U):
+        every |= values[u].to(tl.int32, bitcast=True)
+    return (acc.to(tl.int32, bitcast=True) | (every & nothing)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _chain(q_at, k_at, nothing, W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, U: tl.constexpr):
+    """[H, K]: chain16 of H queries (pointers [H, 1, 1]) with K keys (pointers [1, K, 1]), which all exist."""
     lanes = tl.arange(0, 16)[None, None, :]
     acc = tl.zeros((H, K, 16), tl.float32)
-    for i in range(0, W, 16 * U):
-        for u in tl.static_range(U):
-            col = i + u * 16 + lanes
+    if W % (16 * U) == 0:  # then no load needs a mask, and all of a step are on their way before the first is met
+        for i in range(0, W, 16 * U):
+            qs = ()
+            ks = ()
+            for u in tl.static_range(U):
+                col = i + u * 16 + lanes
+                qs = qs + (tl.load(q_at + col),)  # type: ignore[assignment]  # noqa: RUF005
+                ks = ks + (tl.load(k_at + col),)  # type: ignore[assignment]  # noqa: RUF005
+            acc = behind(acc, ks, nothing, U)
+            for u in tl.static_range(U):
+                acc = tl.fma(qs[u], ks[u], acc)
+    else:
+        for i in range(0, W, 16):
+            col = i + lanes
             q = tl.load(q_at + col, mask=col < W, other=0.0)
-            k = tl.load(k_at + col, mask=(col < W) & live, other=0.0)
+            k = tl.load(k_at + col, mask=col < W, other=0.0)
             acc = tl.where(col < W, tl.fma(q, k, acc), acc)
     return tl.reshape(tree16(tl.reshape(acc, (H * K, 16)), H * K), (H, K))
 
@@ -128,15 +149,14 @@ def _scores(q, q_row, q_head, keys, keys_width, q2, q2_row, q2_head, keys2, keys
     head = kv_head * shared + tl.minimum(within, shared - 1)
     if (tl.program_id(1) % (256 // K)) * K < count:
         real = index < count
-        token = tl.load(tokens + (row * blocks + block) * 256 + index, mask=real, other=0).to(tl.int64)
-        live = real[None, :, None]
+        token = tl.load(tokens + (row * blocks + block) * 256 + tl.minimum(index, count - 1)).to(tl.int64)
         q_at = (q + row * q_row + head * q_head)[:, None, None]
         k_at = (keys + token * keys_width + kv_head * W)[None, :, None]
-        found = _chain(q_at, k_at, live, W, H, K, U)
+        found = _chain(q_at, k_at, blocks >> 31, W, H, K, U)
         if W2 > 0:
             q2_at = (q2 + row * q2_row + head * q2_head)[:, None, None]
             k2_at = (keys2 + token * keys2_width)[None, :, None]
-            found = found + _chain(q2_at, k2_at, live, W2, H, K, U)
+            found = found + _chain(q2_at, k2_at, blocks >> 31, W2, H, K, U if W2 % (16 * U) == 0 else 4)
         at = scores + ((row * heads + head) * blocks + block)[:, None] * 256 + index[None, :]
         tl.store(at, found * scale, mask=real[None, :] & (within < shared)[:, None])
 
@@ -151,13 +171,18 @@ def _soften(scores, weights, counts, stats, from_block, blocks, items, heads, R:
     index = tl.arange(0, 256)[None, :]
     s = tl.load(scores + at + index, mask=index < count[:, None], other=float("-inf"))
     m = tl.max(tl.where(s == s, s, float("-inf")), axis=1)
+    tl.store(weights + at + index, exp(s - m[:, None]), mask=live[:, None])
+    tl.debug_barrier()
+    lanes = tl.arange(0, 16)[None, :]
+    ps = ()
+    for i in tl.static_range(16):  # all of them on their way before the first is met
+        if R == 1:
+            ps = ps + (tl.load(weights + at + i * 16 + lanes),)  # type: ignore[assignment]  # noqa: RUF005
+        else:
+            ps = ps + (tl.load(weights + at + i * 16 + lanes, mask=live[:, None], other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
     acc = tl.zeros((R, 16), tl.float32)
     for i in tl.static_range(16):
-        lane = i * 16 + tl.arange(0, 16)[None, :]
-        real = lane < count[:, None]
-        p = exp(tl.load(scores + at + lane, mask=real, other=0.0) - m[:, None])
-        tl.store(weights + at + lane, p, mask=real)
-        acc = tl.where(real, acc + p, acc)
+        acc = tl.where(i * 16 + lanes < count[:, None], acc + ps[i], acc)
     stat = (item.to(tl.int64) * blocks + block) * 2
     tl.store(stats + stat, m, mask=live)
     tl.store(stats + stat + 1, tree16(acc, R), mask=live)
@@ -181,8 +206,22 @@ def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block
         at = weights + ((row[:, None] * heads + head) * blocks + block) * 256
         column = (values + kv_head * W + col)[None, None, :]
         acc = tl.zeros((R, H, B), tl.float32)
+        SURE: tl.constexpr = R == 1 and W % B == 0  # then no load needs a mask, and a step's run ahead of its sums
         for i in range(0, most, U):
-            for u in tl.static_range(U):
+            if SURE:
+                places = ()
+                for u in tl.static_range(U):
+                    place = tokens + (row * blocks + block) * 256 + tl.minimum(i + u, most - 1)
+                    places = places + (tl.load(place).to(tl.int64),)  # type: ignore[assignment]  # noqa: RUF005
+                vs = ()
+                ps = ()
+                for u in tl.static_range(U):
+                    vs = vs + (tl.load(column + (places[u] * values_width)[:, None, None]),)  # type: ignore[assignment]  # noqa: RUF005
+                    ps = ps + (tl.load(at + tl.minimum(i + u, most - 1)),)  # type: ignore[assignment]  # noqa: RUF005
+                acc = behind(acc, vs, blocks >> 31, U)
+                for u in tl.static_range(U):
+                    acc = tl.where(i + u < most, tl.fma(ps[u][:, :, None], vs[u], acc), acc)
+            for u in tl.static_range(0 if SURE else U):
                 t = i + u
                 token = tl.load(tokens + (row * blocks + block) * 256 + t, mask=t < count, other=0).to(tl.int64)
                 real = (t < count)[:, None, None]
@@ -229,21 +268,29 @@ def _merge(sums, stats, counts, out, out_row, out_head, blocks, items, heads, W:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Tiles: heads and keys of scores, heads and columns of sums, rows of the rest, steps in flight."""
+    """Tiles: heads and keys of scores, heads and columns of sums, rows of the rest, steps in flight of both."""
 
     score_heads: int
     score_keys: int
     sum_heads: int
     sum_columns: int
     rows: int
-    unroll: int
+    score_unroll: int
+    sum_unroll: int
 
 
-def _sizes(shared: int, width: int) -> _Sizes:
+FEW_BLOCKS: Final = 8
+"""Up to so many blocks of all rows each head's sums are programs of their own: more of them, with more on the way."""
+
+
+def _sizes(shared: int, width: int, blocks: int) -> _Sizes:
+    """For so many blocks of all rows."""
     if interpret.active():
         heads = min(triton.next_power_of_2(shared), 8)
-        return _Sizes(heads, 64, heads, columns(width), 16, 1)
-    return _Sizes(1, 32, min(triton.next_power_of_2(shared), 4), columns(width, most=128), 1, 4)
+        return _Sizes(heads, 64, heads, columns(width), 16, 1, 1)
+    if blocks <= FEW_BLOCKS:
+        return _Sizes(1, 32, 1, columns(width, most=128), 1, 16, 64)
+    return _Sizes(1, 32, min(triton.next_power_of_2(shared), 4), columns(width, most=128), 1, 16, 32)
 
 
 def attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, out_head: int, keys: Keys, *,
@@ -274,7 +321,7 @@ def _slice(part: Scores, start: int, stop: int) -> Scores:
 def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, out_head: int, keys: Keys, heads: int,
             kv_heads: int, width: int, scale: float) -> None:  # fmt: skip
     rows, blocks, shared = keys.positions.shape[0], keys.blocks, heads // kv_heads
-    size = _sizes(shared, width)
+    size = _sizes(shared, width, rows * blocks)
     device = values.device
     counts = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     tokens = torch.empty((rows, blocks, BLOCK_KEYS), dtype=torch.int32, device=device)
@@ -297,14 +344,14 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
             first.q, first.row_stride, first.head_stride, first.plane, first.plane.stride(0), more.q, more.row_stride,
             more.head_stride, more.plane, more.plane.stride(0), counts, tokens, scores, scale, start, blocks, heads,
             shared, W=first.width, W2=0 if second is None else second.width, H=size.score_heads, K=size.score_keys,
-            U=size.unroll, **EXACT,
+            U=size.score_unroll, **EXACT,
         )  # fmt: skip
         _soften[(triton.cdiv(items, size.rows), stop - start)](
             scores, weights, counts, stats, start, blocks, items, heads, R=size.rows, num_warps=1, **EXACT
         )
         _weigh[(triton.cdiv(rows, size.rows), stop - start, sum_groups * triton.cdiv(width, size.sum_columns))](
             weights, values, values.stride(0), counts, tokens, sums, rows, start, blocks, heads, shared, W=width,
-            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=1 if size.unroll == 1 else 32, **EXACT,
+            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=size.sum_unroll, **EXACT,
         )  # fmt: skip
     _merge[(triton.cdiv(items, size.rows), triton.cdiv(width, size.sum_columns))](
         sums, stats, counts, out, out.stride(0), out_head, blocks, items, heads, W=width, R=size.rows,

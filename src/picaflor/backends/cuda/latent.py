@@ -12,7 +12,7 @@ import triton.language as tl
 
 from picaflor.backends.cuda import attention, interpret
 from picaflor.backends.cuda.arithmetic import EXACT, tree16
-from picaflor.backends.cuda.attention import Keys, Scores
+from picaflor.backends.cuda.attention import Keys, Scores, behind
 from picaflor.backends.cuda.decode import decoded
 from picaflor.backends.cuda.formats import DeviceWeight, group_of, lattice
 from picaflor.backends.cuda.launches import pieces
@@ -54,6 +54,7 @@ def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, 
                 number = tl.full((1, 1), 0, tl.int32) + (first + begin + u)
                 ws = ws + (decoded(codes, scales, grid, number, col, inside, W, row_bytes, FORMAT, GROUP),)  # type: ignore[assignment]  # noqa: RUF005
                 cs = cs + (tl.load(q_at + begin + u)[:, None],)  # type: ignore[assignment]  # noqa: RUF005
+            acc = behind(acc, ws, heads >> 31, U)
             for u in tl.static_range(U):
                 acc = tl.fma(cs[u], ws[u], acc)
         else:
@@ -78,26 +79,33 @@ def _expand(codes, scales, grid, x, out, out_row, rows, heads, nope, value, row_
     x_at = (x + (row * heads + head) * W)[:, None, None]
     lanes = tl.arange(0, 16)[None, :]
     EVEN: tl.constexpr = W % (16 * U) == 0 and R == 1  # then no load needs a mask
-    acc = tl.zeros((R, V, 16), tl.float32)
-    for i in range(0, W, 16 * U):
-        if EVEN:
+    if EVEN:
+        acc = tl.zeros((V, 16), tl.float32)
+        zero = heads >> 31
+        x_row = x + (row[:, None] * heads + head) * W + tl.zeros((V, 1), tl.int32)
+        for i in range(0, W, 16 * U):
             ws = ()
             xs = ()
             for u in tl.static_range(U):  # all of them on their way before the first is met
                 col = i + u * 16 + lanes
                 inside = tl.full((1, 16), 1, tl.int1)
-                w = decoded(codes, scales, grid, number, col, inside, W, row_bytes, FORMAT, GROUP)[None, :, :]
+                w = decoded(codes, scales, grid, number, col, inside, W, row_bytes, FORMAT, GROUP)
                 ws = ws + (w,)  # type: ignore[assignment]  # noqa: RUF005
-                xs = xs + (tl.load(x_at + col[None, :, :]),)  # type: ignore[assignment]  # noqa: RUF005
+                here = col ^ zero  # no neighbours that the compiler knows of: inputs lie in registers as weights do
+                xs = xs + (tl.load(x_row + here),)  # type: ignore[assignment]  # noqa: RUF005
+            acc = behind(acc, ws, zero, U)
             for u in tl.static_range(U):
                 acc = tl.fma(xs[u], ws[u], acc)
-        else:
+        y = tl.reshape(tree16(acc, V), (R, V))
+    else:
+        acc = tl.zeros((R, V, 16), tl.float32)
+        for i in range(0, W, 16 * U):
             for u in tl.static_range(U):
                 col = i + u * 16 + lanes
                 w = decoded(codes, scales, grid, number, col, col < W, W, row_bytes, FORMAT, GROUP)[None, :, :]
                 a = tl.load(x_at + col[None, :, :], mask=live[:, None, None] & (col < W)[None, :, :], other=0.0)
                 acc = tl.where((col < W)[None, :, :], tl.fma(a, w, acc), acc)
-    y = tl.reshape(tree16(tl.reshape(acc, (R * V, 16)), R * V), (R, V))
+        y = tl.reshape(tree16(tl.reshape(acc, (R * V, 16)), R * V), (R, V))
     at = out + row[:, None] * out_row + (head * value + v)[None, :]
     tl.store(at, y, mask=live[:, None] & (v < value)[None, :])
 
@@ -133,7 +141,7 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     few = 16 if interpreted else 1 if rows < 4 else 4
     absorbed = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
     wide = columns(width, most=1024 if interpreted else 64)
-    unroll = 1 if interpreted else 32 if few == 1 else 16
+    unroll = 1 if interpreted else 16 if few > 1 else 64 if nope % 64 == 0 else 32
     even = few == 1 and nope % unroll == 0 and width % wide == 0
     _absorb[(triton.cdiv(rows, few), heads, triton.cdiv(width, wide))](
         *_planes(kv_b), q, q.stride(0), absorbed, rows, heads, nope, rope, value, kv_b.row_bytes, W=width,
@@ -145,9 +153,10 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     second = Scores(q[:, nope:], q.stride(0), nope + rope, rope_key, rope)
     attention.attend(first, second, latent, mixed, width, keys, heads=heads, kv_heads=1, width=width, scale=scale)
     tall = columns(value) if interpreted else 16
+    unroll = 1 if interpreted else 4 if few > 1 else 32 if width % 512 == 0 else 16
     _expand[(triton.cdiv(rows, few), heads, triton.cdiv(value, tall))](
         *_planes(kv_b), mixed, out, out.stride(0), rows, heads, nope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=1 if interpreted else 16 if few == 1 else 4, **EXACT,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=unroll, **EXACT,
     )  # fmt: skip
 
 
