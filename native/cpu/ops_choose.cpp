@@ -177,7 +177,7 @@ int64_t choose_token(const float* weights, int64_t n, double top_p, double unifo
   }
   TopP cut{0, 0, mass};
   if (top_p < 1.0) {
-    cut = cut_at(counts, std::min(static_cast<int64_t>(std::ceil(top_p * static_cast<double>(mass))), mass));
+    cut = cut_at(counts, static_cast<int64_t>(std::ceil(top_p * static_cast<double>(mass))));  // at most mass
   }
   const int64_t passed = std::min(static_cast<int64_t>(uniform * static_cast<double>(cut.mass)), cut.mass - 1);
   int64_t cumulative = 0;

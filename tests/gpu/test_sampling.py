@@ -78,13 +78,41 @@ def test_rows_of_any_kind_give_the_tokens_of_the_cpu(backend: CudaBackend, kind:
 
 def test_every_random_number_of_a_grid_gives_the_token_of_the_cpu(backend: CudaBackend) -> None:
     logits = np.round(np.random.default_rng(3).standard_normal((1, 1500)) * 4).astype(np.float32) / 4
-    for top_p in (0.3, 0.95, 1.0):
-        chances = [Chance(0.8, top_p, k / 40) for k in range(41)]
+    for top_p in (0.95, 1.0):
+        chances = [Chance(0.8, top_p, k / 24) for k in range(25)]
         rows = np.repeat(logits, len(chances), axis=0)
         found = Drawer(backend.device)(torch.from_numpy(rows).to(backend.device), chances)
         tokens = draw_rows(rows, chances, sample_on_host)
         assert found[:, 0].tolist() == tokens
         assert len(set(tokens)) > 10
+
+
+def drawn(backend: CudaBackend, row: F32, chances: list[Chance]) -> list[int]:
+    """Tokens of one row, which are those of the CPU."""
+    rows = np.repeat(row[None], len(chances), axis=0)
+    found: list[int] = Drawer(backend.device)(torch.from_numpy(rows).to(backend.device), chances)[:, 0].tolist()
+    assert found == draw_rows(rows, chances, sample_on_host)
+    return found
+
+
+def test_draws_at_the_very_borders(backend: CudaBackend) -> None:
+    equal = np.zeros(4, np.float32)  # each counts 2^42
+    assert drawn(backend, equal, [Chance(1.0, 1.0, k / 4) for k in range(4)]) == [0, 1, 2, 3]
+    last = 1 - 2.0**-53
+    quarter, more = 2.0**-2, 2.0**-2 + 2.0**-46  # more: a sixteenth of one count
+    assert drawn(backend, equal, [Chance(1.0, p, last) for p in (0.0, quarter, more, last)]) == [0, 0, 1, 3]
+
+
+def test_equals_that_top_p_keeps_in_part_lie_in_several_pieces_of_a_row(backend: CudaBackend) -> None:
+    """10 equals in front, 10 behind the first 4096; likelier tokens beside both. Two of the latter equals are kept."""
+    row = np.full(6000, -np.inf, np.float32)
+    row[100:110] = row[5000:5010] = 0.0
+    row[50] = row[5800] = np.log(np.float32(10))
+    parts = 2 * 10 + 12  # of 40
+    picked = (9, 10, 19, 20, 21, 22, 31)
+    tokens = drawn(backend, row, [Chance(1.0, (parts - 0.5) / 40, (k + 0.5) / parts) for k in picked])
+    wanted = [50] * 10 + [*range(100, 110), 5000, 5001] + [5800] * 10
+    assert tokens == [wanted[k] for k in picked]
 
 
 def test_memory_kept_from_longer_rows_does_not_leak_into_shorter_ones(backend: CudaBackend) -> None:

@@ -70,6 +70,15 @@ def test_long_rows_with_ties_and_every_top_p_follow_the_rule(isa: str) -> None:
         assert _sample(logits, isa=isa, **options) == wanted, trial
 
 
+def test_draws_at_the_very_borders() -> None:
+    equal = np.zeros(4, np.float32)  # each counts 2^42
+    assert [_sample(equal, uniform=k / 4) for k in range(4)] == [0, 1, 2, 3]
+    assert [_sample(equal, uniform=k / 4 - 2.0**-53) for k in range(1, 5)] == [0, 1, 2, 3]
+    quarter, more = 2.0**-2, 2.0**-2 + 2.0**-46  # more: a sixteenth of one count
+    assert {_sample(equal, top_p=quarter, uniform=u) for u in (0.0, 1 - 2.0**-53)} == {0}
+    assert {_sample(equal, top_p=more, uniform=u) for u in (0.0, 1 - 2.0**-53)} == {0, 1}
+
+
 def test_weights_below_one_part_in_2_to_the_42_count_as_none() -> None:
     logits = np.log(np.array([2.5 * 2.0**-42, 1.0, 0.9 * 2.0**-42], np.float32))
     assert {_sample(logits, uniform=u) for u in (0.0, 0.5, 1 - 2.0**-53)} == {0, 1}

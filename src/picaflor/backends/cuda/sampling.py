@@ -172,7 +172,7 @@ def _choose(logits, logits_row, best, finite, chances, weights, sums, bins, out,
                 wanted = top_p * mass.to(tl.float64)
                 needed = wanted.to(tl.int64)
                 needed += (needed.to(tl.float64) < wanted).to(tl.int64)
-                needed = tl.maximum(tl.minimum(needed, mass), 1)
+                needed = tl.maximum(needed, 1)  # and at most the sum, as top_p is below 1
                 first, above = _crossing(mine, tl.full((), 0, tl.int64), needed, 2048)
                 _refine(weights + row * n, mine + 2048, n, first, 9, C)
                 second, above = _crossing(mine + 2048, above, needed, 512)
