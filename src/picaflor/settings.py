@@ -149,6 +149,10 @@ class Settings:
         "Most memory of the GPU, or of each: weights, cache and work first, experts in the rest.",
         (*ENGINE_COMMANDS, "doctor"),
         unset="0.92 of what is free",
+        other_help={
+            "plan": "Most memory of the GPU that the plan is for, the size of one where none is here. Default: 0.92 of"
+            " what is free."
+        },
     )
     precision: str = _option(
         kinds.choice("fast", "standard", "exact"),
