@@ -215,11 +215,13 @@ def no_device(options: EngineOptions, notice: Any) -> Any:
 LOAD = planning.load_backend
 
 
-def device(free: int, total: int, rate: float) -> Any:
+def device(free: int, total: int, rate: float, *, shares_memory: bool = False) -> Any:
     """`load_backend` where a device is here."""
     memory = DeviceMemory("Card", free, total)
     rates = DeviceRates(memory=rate, link=1e9)
-    backend = SimpleNamespace(isa="sm_90", memory=lambda: memory, measure_rates=lambda: rates)
+    backend = SimpleNamespace(
+        isa="sm_90", memory=lambda: memory, measure_rates=lambda: rates, shares_memory=shares_memory
+    )
 
     def load(options: EngineOptions, notice: Any) -> Any:
         return LOAD(options, notice) if options.backend in ("auto", "cpu") else backend
@@ -293,6 +295,10 @@ def test_a_device_whose_memory_is_not_enough(
     monkeypatch.setattr(planning, "load_backend", device(300 * MIB, 1 << 30, 2e12))
     assert cli.main(["plan", *RATES, "--backend", "cuda"]) == 1
     assert "are needed before any expert" in capsys.readouterr().err
+    monkeypatch.setattr(planning, "load_backend", device(1 << 30, 1 << 30, 2e12, shares_memory=True))
+    assert cli.main(["plan", *RATES, "--backend", "cuda"]) == 1
+    assert "backend cuda: Card shares the host's memory, no plan is made for it; --vram" in capsys.readouterr().err
+    monkeypatch.setattr(planning, "load_backend", device(300 * MIB, 1 << 30, 2e12))
     # More than it has: a device that is not here.
     record = planned(*RATES, "--backend", "cuda", "--vram", "2GiB", capsys=capsys)
     assert "not here (Card has 1 GiB)" in record["device"]["from"]
