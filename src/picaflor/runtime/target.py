@@ -52,7 +52,9 @@ def find_target(backend: str, options: EngineOptions, notice: Callable[[str], No
         if memory is None:
             raise UnsupportedKernel(f"backend {backend}: the {opened.isa} has no memory of its own")
         if getattr(opened, "shares_memory", False):
-            raise UnsupportedKernel(f"backend {backend}: {memory.name} shares the host's memory, no plan is made for it")
+            raise UnsupportedKernel(
+                f"backend {backend}: {memory.name} shares the host's memory, no plan is made for it"
+            )
     except UnsupportedKernel as error:
         if vram is None:
             raise UnsupportedKernel(f"{error}; --vram SIZE plans for a device that is not here") from error
