@@ -5,6 +5,7 @@ Without a GPU Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -267,3 +268,22 @@ def test_rows_of_several_sequences_are_drawn_together() -> None:
         assert runner.draws_there == (backend.name == "cuda")
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is waited for")
+def test_a_token_is_waited_for_once() -> None:
+    """As torch counts waits, from the token before to this one."""
+    device = CudaBackend()
+    runner, sequence, token = small_runner(device), Sequence(), 3
+    waits = []
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        for position in range(8):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                runner.advance([Work(sequence, np.array([token], np.int32))])
+                (token,) = runner.draw(device, [Chance(0.9, 0.9, position / 8)])
+            waits.append(sum("synchroniz" in str(warning.message) for warning in seen))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits[-4:] == [1, 1, 1, 1], waits
