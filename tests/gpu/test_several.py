@@ -245,6 +245,9 @@ def test_one_device_fails_and_the_other_goes_on(
         program: Any = engine.plan.forward.program
         assert [stage.program.on_host for stage in program.stages] == [failing == 0, failing == 1]
         assert backend.calls.total() == after
+        back = [bool(plane.any()) for plane in engine.plan.resident_memory]  # read again: only what the host needs
+        assert any(back)
+        assert not all(back)
         assert found[1 - failing].calls["attention"] == 2 * (3 if failing == 0 else 2)
 
 

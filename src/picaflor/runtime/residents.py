@@ -154,7 +154,9 @@ class Residents:
         total = sum(span.nbytes for span, _, _ in fills)
         done = given = 0
         if self._take is not None:
-            cast(Any, self._backend).reload = lambda: _read(container, fills)
+            cast(Any, self._backend).reload = lambda addresses: _read(
+                container, [fill for fill in fills if fill[1].ctypes.data in addresses]
+            )
         for span, memory, name in fills:
             _read(container, [(span, memory, name)])
             done += span.nbytes

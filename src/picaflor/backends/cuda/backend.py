@@ -6,7 +6,7 @@ the reason where no device can be used; nothing else is then tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -116,7 +116,8 @@ DEVICE_SHARE: Final = 0.92
 class CudaBackend(DeviceBackend):
     """One device, by its `number`, and one precision.
 
-    `reload` brings back to the host what `take` gave away, `released` bytes: it is called before the host computes on.
+    `reload` brings back to the host what `take` gave away, `released` bytes, by the addresses of planes: it is called
+    before the host computes on.
     `graphs`: whether what is recorded from now on may be captured. Raises UsageError for a precision that there is not,
     UnsupportedKernel where no device can be used.
     """
@@ -152,7 +153,7 @@ class CudaBackend(DeviceBackend):
         self._notice = notice
         host = HostExperts(self.threads, precision, self._host_computes)
         self.tier = ExpertTier(self.device, precision, free=self.free_bytes, notice=self._tell, host=host)
-        self.reload: Callable[[], None] | None = None
+        self.reload: Callable[[Collection[int]], None] | None = None
         self.released = 0
         memory = self.memory()
         if told := memory.notice(vram_bytes) if memory is not None else "":
@@ -231,7 +232,7 @@ class CudaBackend(DeviceBackend):
     def on_host(self) -> CpuBackend:
         """The CPU backend, with all that it needs back in the host's memory."""
         if self.released and self.reload is not None:
-            self.reload()
+            self.reload(self._matrices.addresses)
             self.released = 0
         return super().on_host()
 

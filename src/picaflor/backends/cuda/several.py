@@ -7,7 +7,7 @@ bound on that layer's device; embedding, last norm and head are bound where an o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -153,12 +153,12 @@ class SeveralBackend:
             backend.take(part)
 
     @property
-    def reload(self) -> Callable[[], None] | None:
+    def reload(self) -> Callable[[Collection[int]], None] | None:
         """What brings back to the host what `take` gave away."""
         return self.backends[0].reload
 
     @reload.setter
-    def reload(self, call: Callable[[], None] | None) -> None:
+    def reload(self, call: Callable[[Collection[int]], None] | None) -> None:
         for backend in self.backends:
             backend.reload = call
 

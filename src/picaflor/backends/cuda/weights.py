@@ -33,6 +33,11 @@ class Matrices(held.Matrices[DeviceWeight]):
         with needed(what, "lower --ctx or --prefill-chunk, or leave the device out"):
             return hold(matrix.format, (matrix.rows, matrix.cols), matrix.group_size, raw, self._device)
 
+    @property
+    def addresses(self) -> frozenset[int]:
+        """Where planes of what was copied lie in the host's memory."""
+        return frozenset(address for *_, addresses in self._copies for address in addresses)
+
     def take(self, matrix: HeldMatrix) -> int:
         """Copy one whose bytes are there and give the host's memory back; how many bytes that were."""
         _ = matrix.device
