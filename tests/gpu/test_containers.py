@@ -32,11 +32,31 @@ def test_kv_b_in_a_format_of_its_own(form: str, size: int, tmp_path: Path) -> No
     assert record.kernels[f"cuda.rows.{form}"] == 5 + (form == "int8-row")  # the embedding has that format, too
 
 
-@pytest.mark.parametrize("cell", ["matmul.int4-grouped", "row_axpy.int4-row", "expert_ffn.int4-grouped", "attention"])
-def test_each_path_can_be_switched_off(cell: str) -> None:
-    """Nothing stands in for it on this backend: it is refused by its name, before a weight is read."""
+@pytest.mark.parametrize(
+    "cells",
+    [("matmul.int4-grouped", "rows.int8-row", "router"), ("expert_ffn",), ("rmsnorm", "rope", "add", "silu_mul")],
+)
+def test_what_is_switched_off_is_computed_by_the_host(cells: tuple[str, ...]) -> None:
+    """With the same bits, told and counted; the host keeps the matrices that it multiplies, and no other."""
+    warnings: list[str] = []
+    names = tuple(f"cuda.{cell}" for cell in cells)
+    ids = IDS[:3]
+    with opened(GLM, backend="cuda", disable=names, warnings=warnings) as engine:
+        assert same_bits(logits(engine, ids, chunk=2), cpu_logits(GLM, ids))
+        fallbacks, kernels = engine.record().fallbacks, engine.record().kernels
+        held = sum(bool(plane.any()) for plane in engine.plan.resident_memory)
+        assert engine.plan.backend.calls["attention"] == 2 * 5
+    assert {name for name in fallbacks if name.startswith(names)} == set(fallbacks) != set()
+    assert all(kernels[f"cpu.{name.removeprefix('cuda.')}"] == count for name, count in fallbacks.items())
+    assert sum("is waived to cpu: disabled by --disable; used for " in line for line in warnings) == len(fallbacks)
+    assert (held > 0) == ("matmul.int4-grouped" in cells)
+
+
+@pytest.mark.parametrize("cell", ["row_axpy.int4-row", "rows.int4-row", "attention", "kv_write"])
+def test_what_nothing_stands_in_for_is_refused_by_name(cell: str) -> None:
+    """Before a weight is read."""
     with (
-        pytest.raises(UnsupportedKernel, match=rf"^\S.*: cuda\.{cell} is refused: disabled by --disable; "),
+        pytest.raises(UnsupportedKernel, match=rf"cuda\.{cell} is (refused: disabled by --disable; |disabled, and )"),
         opened(GLM, backend="cuda", disable=(f"cuda.{cell}",)),
     ):
         pass

@@ -67,7 +67,8 @@ def test_buffers_and_cache_that_get_no_memory_name_their_option(monkeypatch: pyt
     with pytest.raises(OutOfBudget, match=r"for a buffer of 5 rows of 24 \(.*\): lower --prefill-chunk$"):
         recorder.rows(24)
     wanted = (48, 8)
-    with pytest.raises(OutOfBudget, match=r"for the key-value cache of 48 tokens in layer 3 \(.*\): lower --ctx$"):
+    text = r"for a part of the key-value cache of 48 tokens, 8 wide \(.*\): lower --ctx$"
+    with pytest.raises(OutOfBudget, match=text):
         recorder.kv_plane(3, "latent", 8)
 
 

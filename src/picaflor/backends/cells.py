@@ -5,7 +5,7 @@ Knows names only; must not know any device, kernels' insides, models or files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -15,6 +15,8 @@ HOST: Final = "cpu"
 """What computes after a call of a device has failed."""
 WEIGHT_OPS: Final = ("matmul", "expert_ffn")
 ROW_OPS: Final = ("rows", "row_axpy")
+HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
+"""Operations without weights that the host can do in the middle of a program: what needs no keys."""
 ROTATED: Final = "e8-iq3-lattice"
 """A format without row operations."""
 _ROTATED_REASON: Final = "its rows are stored rotated, a single row is not the weight's"
@@ -49,3 +51,10 @@ def device_cells(backend: str, products: Mapping[str, State], plain: Mapping[str
         yield Cell(backend, op, ROTATED, "refused", reason=_ROTATED_REASON)
     for op, state in plain.items():
         yield Cell(backend, op, NO_FORMAT, state)
+
+
+def stand_ins(cells: Iterable[Cell]) -> Iterator[Cell]:
+    """Of these, the host's that can stand in for a device's: products, rows of an embedding, what acts on one row."""
+    for cell in cells:
+        if cell.backend == HOST and (cell.op in (*WEIGHT_OPS, "rows") or cell.op in HOST_OPS):
+            yield cell

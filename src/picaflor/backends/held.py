@@ -36,6 +36,8 @@ class HeldMatrix(Generic[Copy]):
         self.rows, self.cols = shape
         self.group_size = group_size
         self.host = tuple(host)
+        self.stays = False
+        """Whether the host computes with it and the device never does."""
         self._held = held
         self._device: Copy | None = None
 
@@ -95,5 +97,6 @@ class Matrices(Generic[Copy]):
     def copy_all(self) -> None:
         """Copy what was bound since the last call. Its bytes must be there."""
         for matrix in self._waiting:
-            _ = matrix.device
+            if not matrix.stays:
+                _ = matrix.device
         self._waiting.clear()

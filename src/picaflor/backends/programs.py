@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,22 +18,11 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Batch, ExpertProvider, Rows
 from picaflor.backends.batches import Limits
 from picaflor.backends.host import HostTwin
+from picaflor.backends.recording import Step
 from picaflor.formats.base import F32
 
 EXPERTS: Final = "expert_ffn"
 CLASSES: Final = ("attention", "matmul", "experts", "router", "head", "other")
-
-
-class Operation(Protocol):
-    """A step, as far as all devices have it: the name of its operation."""
-
-    @property
-    def op(self) -> str:
-        """The name."""
-
-
-Steps = TypeVar("Steps", bound=Operation)
-"""A device's kind of step."""
 
 
 class DeviceFailed(Exception):
@@ -55,10 +44,10 @@ class Guard:
     failed: Callable[[DeviceFailed], None]
 
 
-class DeviceProgram(ABC, Generic[Steps]):
+class DeviceProgram(ABC):
     """backends.api.Program. `twin`: the same program on the host, where it has `number`."""
 
-    def __init__(self, steps: Sequence[Steps], limits: Limits, twin: HostTwin, number: int, guard: Guard) -> None:
+    def __init__(self, steps: Sequence[Step], limits: Limits, twin: HostTwin, number: int, guard: Guard) -> None:
         self._steps = tuple(steps)
         self._limits = limits
         self._twin = twin

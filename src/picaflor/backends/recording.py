@@ -28,18 +28,25 @@ from picaflor.backends.batches import Limits
 from picaflor.backends.host import FINISH, Call, HostTwin
 from picaflor.backends.shapes import check
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
+from picaflor.errors import UnsupportedKernel
 
-Run = Callable[[Any], None]
+Run = Callable[..., None]
+"""Called with what a device's programs give it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation: its name, the class that its time counts for, whether it acts on the output rows, `run(frame)`."""
+    """One operation: its name, the class that its time counts for, whether it acts on the output rows, what runs.
+
+    A part of another one has no name and is not counted. `host`: what the host does before it, on a device that can
+    share an operation with it.
+    """
 
     op: str
     kind: str
     outputs: bool
     run: Run
+    host: Run | None = None
 
 
 class DeviceRecorder(ABC):
@@ -188,7 +195,12 @@ class DeviceRecorder(ABC):
         check(selection is None or selection.dtype == "i32", "attention: a selection is a buffer of i32")
         if isinstance(kind, MLA):
             for op in ("rows", "row_axpy"):
-                self._select(op, kind.kv_b.format, kind.kv_b.name)
+                found = self._select(op, kind.kv_b.format, kind.kv_b.name)
+                if found.backend != self._backend:  # attention is the device's, so its parts must be
+                    raise UnsupportedKernel(
+                        f"{kind.kv_b.name}: {self._backend}.{op}.{kind.kv_b.format} is disabled, and nothing stands in "
+                        f"for it in attention"
+                    )
             cell = self._select("attention", what=kind.kv_b.name)
         else:
             cell = self._select("attention", what=f"attention of layer {kind.keys.layer}")

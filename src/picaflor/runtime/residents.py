@@ -136,8 +136,12 @@ class Residents:
     @property
     def needed_nbytes(self) -> int:
         """Bytes of memory that are in use at once: where a device takes matrices, those of one round."""
+        if self._take is None:
+            return self.nbytes
         largest = max((sum(map(len, planes)) for planes in self._planes.values()), default=0)
-        return self.nbytes if self._take is None else min(self.nbytes, ROUND_BYTES + largest)
+        staying = {id(plane): plane for weight in self._weights.values() if getattr(weight.handle, "stays", False)
+                   for plane in weight.handle.host}  # fmt: skip
+        return min(self.nbytes, ROUND_BYTES + largest + sum(_padded(plane.nbytes) for plane in staying.values()))
 
     @property
     def _take(self) -> Callable[[Sequence[Weight]], None] | None:

@@ -7,6 +7,7 @@ the reason where no device can be used; nothing else is then tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from picaflor.backends.cuda.several import SeveralBackend, device_in_words
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
+from picaflor.backends.host import HostTwin
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget, UnsupportedKernel, UsageError
@@ -205,13 +207,16 @@ class CudaBackend(DeviceBackend):
 
     def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> CudaRecorder:
         """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
+        sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
         recorder = CudaRecorder(
             backend=self.name,
             device=self.device,
             precision=self.precision,
             table=self.table,
             tier=self.tier,
-            twin=self.twin(max_rows=max_rows, max_outputs=max_outputs, page_tokens=page_tokens, pages=pages),
+            twin=self.twin(**sizes),
+            host=partial(self._stand_in, **sizes),
+            keep=self._matrices.keep,
             guard=self._guard,
             ready=self._ready,
             drawing=self._drawing,
@@ -228,6 +233,12 @@ class CudaBackend(DeviceBackend):
         """A parameter vector, on the host."""
         values: F32 = vector.handle.cpu().numpy()
         return values
+
+    def _stand_in(self, **sizes: int) -> HostTwin:
+        """For one operation that is the host's: it has the bytes of its matrices, and needs no other's."""
+        twin = self.twin(**sizes)
+        twin.open = super().on_host
+        return twin
 
     def on_host(self) -> CpuBackend:
         """The CPU backend, with all that it needs back in the host's memory."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final, Literal
 
-from picaflor.backends.cells import FORMAT_FREE_OPS, device_cells
+from picaflor.backends.cells import FORMAT_FREE_OPS, HOST, device_cells, stand_ins
+from picaflor.backends.cpu import capabilities as cpu
 from picaflor.backends.table import CapabilityTable, Cell, State
 
 Name = Literal["cuda", "rocm"]
@@ -37,6 +38,8 @@ def cells(backend: Name) -> Iterator[Cell]:
 
 
 def declare(table: CapabilityTable, backend: Name) -> CapabilityTable:
-    """Put one backend's cells into a table. Nothing stands in for a disabled one: it is refused by its name."""
+    """Put one backend's cells into a table; the host stands in for a disabled one that it can do."""
     table.declare(cells(backend))
+    table.declare(stand_ins(cpu.cells()))
+    table.spare(backend, HOST)
     return table

@@ -20,6 +20,7 @@ from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.current import current
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.programs import CLASSES, DeviceFailed, DeviceProgram, Guard
+from picaflor.backends.recording import Step
 from picaflor.errors import OutOfBudget
 
 if TYPE_CHECKING:
@@ -73,18 +74,6 @@ class Frame:
     def space(self, step: Step) -> Space:
         """The rows that a step acts on."""
         return self.outputs if step.outputs else self.rows
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One operation: its name, the class that its time counts for, whether it acts on the output rows. A part of
-    another one has no name and is not counted. `host`: what the host does before it, where the frame is split."""
-
-    op: str
-    kind: str
-    outputs: bool
-    run: Callable[[Frame, Space], None]
-    host: Callable[[Frame, Space], None] | None = None
 
 
 @dataclass(slots=True)
@@ -203,7 +192,7 @@ class Batches:
         return 3 * self.limits.max_rows + 4 * self.limits.max_outputs
 
 
-class CudaProgram(DeviceProgram[Step]):
+class CudaProgram(DeviceProgram):
     """backends.api.Program. `twin`: the same program on the host, for the day when a call of the device fails.
 
     `again` brings what another device gave, where the run begins once more, here or on the host.

@@ -24,6 +24,12 @@ class Matrices(held.Matrices[DeviceWeight]):
     def __init__(self, device: Any) -> None:
         super().__init__()
         self._device = device
+        self.staying: set[tuple[Any, ...]] = set()
+
+    def keep(self, matrix: HeldMatrix) -> None:
+        """Leave one to the host, which computes with it."""
+        matrix.stays = True
+        self.staying.add(matrix.key)
 
     def made(self, matrix: HeldMatrix) -> DeviceWeight:
         """The planes as they are, on the device. Raises OutOfBudget where that has no memory for them."""
@@ -39,6 +45,13 @@ class Matrices(held.Matrices[DeviceWeight]):
         return frozenset(address for *_, addresses in self._copies for address in addresses)
 
     def take(self, matrix: HeldMatrix) -> int:
-        """Copy one whose bytes are there and give the host's memory back; how many bytes that were."""
+        """Copy one whose bytes are there and give the host's memory back; how many bytes that were.
+
+        Those that the host computes with stay there, and so do the bytes of any other that lies on the same.
+        """
+        if matrix.stays:
+            return 0
         _ = matrix.device
+        if matrix.key in self.staying:
+            return 0
         return sum(release(plane.reshape(-1).view(np.uint8)) for plane in matrix.host)

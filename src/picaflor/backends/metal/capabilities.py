@@ -16,8 +16,8 @@ from picaflor.backends.cpu import capabilities as cpu
 from picaflor.backends.table import CapabilityTable, Cell, State
 
 __all__ = [
-    "BACKEND", "FORMAT_FREE_OPS", "HOST", "HOST_OPS", "PRODUCTS", "ROTATED", "ROW_OPS", "WEIGHT_OPS", "cells",
-    "declare", "host_cells",
+    "BACKEND", "FORMAT_FREE_OPS", "HOST", "PRODUCTS", "ROTATED", "ROW_OPS", "WEIGHT_OPS", "cells",
+    "declare",
 ]  # fmt: skip
 
 BACKEND: Final = "metal"
@@ -41,8 +41,6 @@ FORMAT_FREE_OPS: Final[Mapping[str, State]] = MappingProxyType(
         **dict.fromkeys(("rope", "silu_mul", "index_select", "attention", "router"), "composed"),
     }
 )
-HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
-"""Operations without weights that the host can do in the middle of a program: what needs no keys."""
 
 
 def cells() -> Iterator[Cell]:
@@ -60,16 +58,9 @@ def cells() -> Iterator[Cell]:
         )
 
 
-def host_cells() -> Iterator[Cell]:
-    """The host's cells that stand in: products, rows of an embedding, and what acts on one row alone."""
-    for cell in cpu.cells():
-        if cell.backend == HOST and (cell.op in (*WEIGHT_OPS, "rows") or cell.op in HOST_OPS):
-            yield cell
-
-
 def declare(table: CapabilityTable) -> CapabilityTable:
     """Put this backend's cells into a table; the host stands in for a disabled one that it can do."""
     table.declare(cells())
-    table.declare(host_cells())
+    table.declare(devices.stand_ins(cpu.cells()))
     table.spare(BACKEND, HOST)
     return table

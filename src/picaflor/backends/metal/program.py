@@ -20,7 +20,7 @@ from picaflor.backends.recording import Step
 from picaflor.errors import OutOfBudget
 
 
-class MetalProgram(DeviceProgram[Step]):
+class MetalProgram(DeviceProgram):
     """backends.api.Program."""
 
     def __init__(

@@ -127,7 +127,7 @@ class Moment:
     experts: ExpertProvider | None
 
 
-class VulkanProgram(DeviceProgram[Step]):
+class VulkanProgram(DeviceProgram):
     """backends.api.Program. `submits` counts what was given to the device."""
 
     def __init__(
