@@ -64,6 +64,8 @@ def type_of(name: str) -> str:
 
 def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> str:
     """Code. Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
+    if "OVERLAP" in kernel.arg_names and "OVERLAP" not in constants:
+        constants = {**constants, "OVERLAP": target.backend == "cuda" and target.arch >= 90}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: special.get(name) or type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
     even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from picaflor.backends.cuda import interpret
-from picaflor.backends.cuda.arithmetic import EXACT, exp, tree16
+from picaflor.backends.cuda.arithmetic import exp, tree16
 from picaflor.backends.cuda.launches import pieces
+from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.rows import Tensor, columns
 
 BLOCK_KEYS: Final = 256
@@ -73,7 +74,10 @@ class Scores:
 
 @triton.jit
 def _tokens(sequences, positions, pages, pages_stride, selection, selection_stride, counts, tokens, blocks,
-            SELECTED: tl.constexpr, TOP: tl.constexpr, T: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
+            SELECTED: tl.constexpr, TOP: tl.constexpr, T: tl.constexpr, SHIFT: tl.constexpr,
+            OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row, block = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(sequences + row)
     visible = tl.load(positions + row) + 1
@@ -138,7 +142,9 @@ def _chain(q_at, k_at, nothing, W: tl.constexpr, H: tl.constexpr, K: tl.constexp
 @triton.jit
 def _scores(q, q_row, q_head, keys, keys_width, q2, q2_row, q2_head, keys2, keys2_width, counts, tokens, scores, scale,
             from_block, blocks, heads, shared, W: tl.constexpr, W2: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-            U: tl.constexpr):  # fmt: skip
+            U: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = tl.program_id(0).to(tl.int64)
     block = from_block + tl.program_id(1) // (256 // K)
     index = (tl.program_id(1) % (256 // K)) * K + tl.arange(0, K)
@@ -162,7 +168,11 @@ def _scores(q, q_row, q_head, keys, keys_width, q2, q2_row, q2_head, keys2, keys
 
 
 @triton.jit
-def _soften(scores, weights, counts, stats, from_block, blocks, items, heads, R: tl.constexpr):
+def _soften(
+    scores, weights, counts, stats, from_block, blocks, items, heads, R: tl.constexpr, OVERLAP: tl.constexpr = False
+):
+    if OVERLAP:
+        take_turn()
     item = tl.program_id(0) * R + tl.arange(0, R)  # (row, head)
     block = from_block + tl.program_id(1)
     live = item < items
@@ -190,7 +200,10 @@ def _soften(scores, weights, counts, stats, from_block, blocks, items, heads, R:
 
 @triton.jit
 def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block, blocks, heads, shared,
-           W: tl.constexpr, R: tl.constexpr, H: tl.constexpr, B: tl.constexpr, U: tl.constexpr):  # fmt: skip
+           W: tl.constexpr, R: tl.constexpr, H: tl.constexpr, B: tl.constexpr, U: tl.constexpr,
+           OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     block = from_block + tl.program_id(1)
     tiles = tl.cdiv(W, B)
@@ -236,7 +249,9 @@ def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block
 
 @triton.jit
 def _merge(sums, stats, counts, out, out_row, out_head, blocks, items, heads, W: tl.constexpr, R: tl.constexpr,
-           B: tl.constexpr):  # fmt: skip
+           B: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     item = tl.program_id(0) * R + tl.arange(0, R)
     live = item < items
     row = item // heads
@@ -333,7 +348,7 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
     top_k = 1 if keys.selection is None else chosen.shape[1] - 1
     _tokens[(rows, blocks)](
         keys.sequences, keys.positions, keys.pages, keys.pages.stride(0), chosen, chosen.stride(0), counts, tokens,
-        blocks, SELECTED=keys.selection is not None, TOP=top_k, T=columns(top_k), SHIFT=keys.shift, **EXACT,
+        blocks, SELECTED=keys.selection is not None, TOP=top_k, T=columns(top_k), SHIFT=keys.shift, **chained(),
     )  # fmt: skip
     more = first if second is None else second
     groups = triton.cdiv(shared, size.score_heads) * kv_heads
@@ -344,16 +359,16 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
             first.q, first.row_stride, first.head_stride, first.plane, first.plane.stride(0), more.q, more.row_stride,
             more.head_stride, more.plane, more.plane.stride(0), counts, tokens, scores, scale, start, blocks, heads,
             shared, W=first.width, W2=0 if second is None else second.width, H=size.score_heads, K=size.score_keys,
-            U=size.score_unroll, **EXACT,
+            U=size.score_unroll, **chained(),
         )  # fmt: skip
         _soften[(triton.cdiv(items, size.rows), stop - start)](
-            scores, weights, counts, stats, start, blocks, items, heads, R=size.rows, num_warps=1, **EXACT
+            scores, weights, counts, stats, start, blocks, items, heads, R=size.rows, num_warps=1, **chained()
         )
         _weigh[(triton.cdiv(rows, size.rows), stop - start, sum_groups * triton.cdiv(width, size.sum_columns))](
             weights, values, values.stride(0), counts, tokens, sums, rows, start, blocks, heads, shared, W=width,
-            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=size.sum_unroll, **EXACT,
+            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=size.sum_unroll, **chained(),
         )  # fmt: skip
     _merge[(triton.cdiv(items, size.rows), triton.cdiv(width, size.sum_columns))](
         sums, stats, counts, out, out.stride(0), out_head, blocks, items, heads, W=width, R=size.rows,
-        B=size.sum_columns, **EXACT,
+        B=size.sum_columns, **chained(),
     )  # fmt: skip

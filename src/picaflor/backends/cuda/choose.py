@@ -19,6 +19,7 @@ from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT, exp, rank, sigmoid, tree16
 from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.launches import pieces
+from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.rows import Tensor, columns
 
 SCRATCH_BYTES: Final = 128 << 20
@@ -125,7 +126,10 @@ def index_select(q: Tensor, weights: Tensor, plane: Tensor, out: Tensor, keys: K
 @triton.jit
 def _router(logits, logits_row, bias, ids, ids_row, weights, weights_row, scale, SOFTMAX: tl.constexpr,
             BIAS: tl.constexpr, NORMALISE: tl.constexpr, TOP: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-            TOP_GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, K: tl.constexpr):  # fmt: skip
+            TOP_GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, K: tl.constexpr,
+            OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     # A tile [G, S] of all experts, G groups (one where there are none) of S places for SIZE experts.
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, G)[:, None]
@@ -201,5 +205,5 @@ def router(logits: Tensor, bias: Tensor | None, ids: Tensor, weights: Tensor, *,
         logits, logits.stride(0), logits if bias is None else bias, ids, ids.stride(0), weights, weights.stride(0),
         spec.scale, SOFTMAX=spec.score == "softmax", BIAS=bias is not None, NORMALISE=spec.normalise, TOP=spec.top_k,
         GROUPS=groups, SIZE=spec.experts // groups, TOP_GROUPS=spec.top_groups, G=tile.groups, S=tile.size,
-        K=triton.next_power_of_2(spec.top_k), num_warps=1 if tile.groups * tile.size <= 512 else 4, **EXACT,
+        K=triton.next_power_of_2(spec.top_k), num_warps=1 if tile.groups * tile.size <= 512 else 4, **chained(),
     )  # fmt: skip

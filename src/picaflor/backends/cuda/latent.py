@@ -16,6 +16,7 @@ from picaflor.backends.cuda.attention import Keys, Scores, behind
 from picaflor.backends.cuda.decode import decoded
 from picaflor.backends.cuda.formats import DeviceWeight, group_of, lattice
 from picaflor.backends.cuda.launches import pieces
+from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.rows import Tensor, columns, tiles
 
 
@@ -37,7 +38,9 @@ def _embed(codes, scales, grid, tokens, out, out_row, rows, table_rows, cols, ro
 @triton.jit
 def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, row_bytes, W: tl.constexpr,
             FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr, U: tl.constexpr,
-            EVEN: tl.constexpr):  # fmt: skip
+            EVEN: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
     col = tl.program_id(2) * B + tl.arange(0, B)[None, :]
@@ -70,7 +73,10 @@ def _absorb(codes, scales, grid, q, q_row, out, rows, heads, nope, rope, value, 
 
 @triton.jit
 def _expand(codes, scales, grid, x, out, out_row, rows, heads, nope, value, row_bytes, W: tl.constexpr,
-            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, U: tl.constexpr):  # fmt: skip
+            FORMAT: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, V: tl.constexpr, U: tl.constexpr,
+            OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     head = tl.program_id(1)
     v = tl.program_id(2) * V + tl.arange(0, V)
@@ -146,7 +152,7 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     _absorb[(triton.cdiv(rows, few), heads, triton.cdiv(width, wide))](
         *_planes(kv_b), q, q.stride(0), absorbed, rows, heads, nope, rope, value, kv_b.row_bytes, W=width,
         FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, B=wide, U=unroll, EVEN=even,
-        num_warps=4 if interpreted else 2, **EXACT,
+        num_warps=4 if interpreted else 2, **chained(),
     )  # fmt: skip
     mixed = torch.empty_like(absorbed)
     first = Scores(absorbed, heads * width, width, latent, width)
@@ -156,7 +162,7 @@ def mla(q: Tensor, out: Tensor, kv_b: DeviceWeight, latent: Tensor, rope_key: Te
     unroll = 1 if interpreted else 4 if few > 1 else 32 if width % 512 == 0 else 16
     _expand[(triton.cdiv(rows, few), heads, triton.cdiv(value, tall))](
         *_planes(kv_b), mixed, out, out.stride(0), rows, heads, nope, value, kv_b.row_bytes, W=width,
-        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=unroll, **EXACT,
+        FORMAT=kv_b.number, GROUP=_group(kv_b), R=few, V=tall, U=unroll, **chained(),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.launches import blocks, pieces
+from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.prepare import BY_ROW, Prepared, prepare
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
 from picaflor.backends.cuda.tiles import (
@@ -30,25 +31,30 @@ from picaflor.backends.cuda.tiles import (
     tile_of,
     tile_of_many,
 )
+from picaflor.backends.cuda.vectors import let_the_next_start
 
 
 @triton.jit
 def _few_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, groups, digits, plane, length, xs, sums,
                   tops, out, out_stride, FORMAT: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
                   PLANES: tl.constexpr, NATIVE: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr, N: tl.constexpr,
-                  STEPS: tl.constexpr):  # fmt: skip
+                  STEPS: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        let_the_next_start()
     o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1).to(tl.int64)
     y = row_product(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, xs, digits + s * length,
                     plane, xs + s * groups, sums + s * groups, tops + s * groups, FORMAT, GROUP, PADDED, PLANES, NATIVE,
-                    EVEN, BO, N, STEPS, False)  # fmt: skip
+                    EVEN, BO, N, STEPS, OVERLAP)  # fmt: skip
     tl.store(out + s * out_stride + o, y, mask=o < rows)
 
 
 @triton.jit
 def _floats(codes, scales, from_rows, rows, cols, row_bytes, x, x_stride, out, out_stride, count,
             FORMAT: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr, BO: tl.constexpr,
-            BS: tl.constexpr):  # fmt: skip
+            BS: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     x_rows = x + tl.minimum(s, count - 1).to(tl.int64) * x_stride
@@ -103,7 +109,7 @@ def _launch_floats(x: Tensor, weight: DeviceWeight, out: Tensor, count: int) -> 
         _floats[(blocks(start, stop, block), blocks(first, last, tile))](
             weight.planes[0], weight.scales, start, stop, weight.cols, weight.row_bytes, x[first:], x.stride(0),
             out[first:], out.stride(0), last - first, FORMAT=weight.number, UNROLL=unroll,
-            EVEN=weight.cols % (16 * unroll) == 0, BO=block, BS=tile, num_warps=warps, **EXACT,
+            EVEN=weight.cols % (16 * unroll) == 0, BO=block, BS=tile, num_warps=warps, **chained(),
         )  # fmt: skip
 
 
@@ -139,7 +145,8 @@ def launch_few(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, ti
         _few_integers[(blocks(start, stop, tile.rows), last - first)](
             *given, rows.digits[:, first:], rows.digits.stride(0), rows.length, rows.scales[first:],
             rows.sums[0, first:], rows.sums[1, first:], out[first:], out.stride(0), NATIVE=native(),
-            EVEN=tile.even, BO=tile.rows, N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants, **EXACT,
+            EVEN=tile.even, BO=tile.rows, N=tile.groups, STEPS=tile.steps, num_warps=tile.warps, **constants,
+            **chained(),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.formats import Needs, Tensor
+from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.formats.e8_iq3 import rotation_blocks, rotation_signs
 from picaflor.formats.numeric import ceil_div
 
@@ -134,7 +135,9 @@ def store_group(v, out, places, k, g, s, plane, length, group_length, scales, sc
 @triton.jit
 def _prepare(x, x_stride, cols, groups, digits, plane, length, group_length, scales, scales_stride, scales_group_stride,
              sums, tops, GROUP: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, HALVES: tl.constexpr,
-             TILE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+             TILE: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     s = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
     k = tl.arange(0, WIDTH)[None, :]
@@ -234,6 +237,6 @@ def prepare(x: Tensor, needs: Needs, *, into: Prepared | None = None) -> Prepare
     _prepare[(rows, triton.cdiv(out.groups, tile))](
         source, source.stride(0), cols, out.groups, *out.tile(rows), out.sums[0], out.sums[1],
         GROUP=needs.group, PADDED=needs.padded, PLANES=needs.planes, HALVES=needs.halves,
-        TILE=tile, WIDTH=width, num_warps=4, **EXACT,
+        TILE=tile, WIDTH=width, num_warps=4, **chained(),
     )  # fmt: skip
     return out

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from picaflor.backends.cuda import interpret
-from picaflor.backends.cuda.arithmetic import EXACT, silu, tree16
+from picaflor.backends.cuda.arithmetic import silu, tree16
+from picaflor.backends.cuda.overlap import chained, take_turn
 
 Tensor = Any
 """A tensor of torch, on the device. Rows are views `[rows, width]`, their columns side by side."""
@@ -46,7 +47,9 @@ def columns(width: int, *, most: int = WIDEST_TILE) -> int:
 
 @triton.jit
 def _rmsnorm(x, x_stride, weight, out, out_stride, items, heads, eps, N: tl.constexpr, R: tl.constexpr,
-             U: tl.constexpr, B: tl.constexpr):  # fmt: skip
+             U: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     item = tl.program_id(0) * R + tl.arange(0, R)
     live = item < items
     row = (item // heads).to(tl.int64)
@@ -88,7 +91,9 @@ def _rmsnorm(x, x_stride, weight, out, out_stride, items, heads, eps, N: tl.cons
 
 @triton.jit
 def _layernorm(x, x_stride, weight, bias, out, out_stride, rows, eps, N: tl.constexpr, R: tl.constexpr,
-               U: tl.constexpr, B: tl.constexpr):  # fmt: skip
+               U: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
     x_at = (x + row.to(tl.int64) * x_stride)[:, None]
@@ -121,7 +126,9 @@ def _layernorm(x, x_stride, weight, bias, out, out_stride, rows, eps, N: tl.cons
 
 @triton.jit
 def _rope(x, x_stride, positions, cos, sin, items, heads, head_width, start, HALF: tl.constexpr,
-          INTERLEAVED: tl.constexpr, R: tl.constexpr, B: tl.constexpr):  # fmt: skip
+          INTERLEAVED: tl.constexpr, R: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     item = tl.program_id(0) * R + tl.arange(0, R)
     live = item < items
     row = item // heads
@@ -143,7 +150,9 @@ def _rope(x, x_stride, positions, cos, sin, items, heads, head_width, start, HAL
 
 
 @triton.jit
-def _add(x, x_stride, y, y_stride, rows, width, R: tl.constexpr, B: tl.constexpr):
+def _add(x, x_stride, y, y_stride, rows, width, R: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False):
+    if OVERLAP:
+        take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     col = tl.program_id(1) * B + tl.arange(0, B)[None, :]
     inside = (row < rows) & (col < width)
@@ -153,7 +162,21 @@ def _add(x, x_stride, y, y_stride, rows, width, R: tl.constexpr, B: tl.constexpr
 
 
 @triton.jit
-def _silu_mul(gate, gate_stride, up, up_stride, out, out_stride, rows, width, R: tl.constexpr, B: tl.constexpr):
+def _silu_mul(
+    gate,
+    gate_stride,
+    up,
+    up_stride,
+    out,
+    out_stride,
+    rows,
+    width,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    if OVERLAP:
+        take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)[:, None]
     col = tl.program_id(1) * B + tl.arange(0, B)[None, :]
     inside = (row < rows) & (col < width)
@@ -163,7 +186,11 @@ def _silu_mul(gate, gate_stride, up, up_stride, out, out_stride, rows, width, R:
 
 
 @triton.jit
-def _gather(x, x_stride, numbers, out, out_stride, rows, width, R: tl.constexpr, B: tl.constexpr):
+def _gather(
+    x, x_stride, numbers, out, out_stride, rows, width, R: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False
+):
+    if OVERLAP:
+        take_turn()
     row = tl.program_id(0) * R + tl.arange(0, R)
     source = tl.load(numbers + row, mask=row < rows, other=0).to(tl.int64)[:, None]
     col = tl.program_id(1) * B + tl.arange(0, B)[None, :]
@@ -174,7 +201,9 @@ def _gather(x, x_stride, numbers, out, out_stride, rows, width, R: tl.constexpr,
 
 @triton.jit
 def _kv_write(x, x_stride, plane, sequences, positions, pages, pages_stride, rows, width, SHIFT: tl.constexpr,
-              R: tl.constexpr, B: tl.constexpr):  # fmt: skip
+              R: tl.constexpr, B: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
+    if OVERLAP:
+        take_turn()
     row = tl.program_id(0) * R + tl.arange(0, R)
     live = row < rows
     position = tl.load(positions + row, mask=live, other=0)
@@ -194,7 +223,7 @@ def rmsnorm(x: Tensor, weight: Tensor, out: Tensor, *, rows: int, heads: int, ep
     block = columns(part, most=WHOLE_ROW if tile.rows == 1 else WIDEST_TILE)
     grid = (triton.cdiv(rows * heads, tile.rows),)
     _rmsnorm[grid](x, x.stride(0), weight, out, out.stride(0), rows * heads, heads, eps, N=part, R=tile.rows,
-                   U=unroll, B=block, num_warps=4, **EXACT)  # fmt: skip
+                   U=unroll, B=block, num_warps=4, **chained())  # fmt: skip
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, rows: int, eps: float) -> None:
@@ -202,7 +231,7 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *, rows: int
     tile, width = tiles(), x.shape[1]
     _layernorm[(triton.cdiv(rows, tile.rows),)](
         x, x.stride(0), weight, bias, out, out.stride(0), rows, eps, N=width, R=tile.rows, U=tile.unroll,
-        B=columns(width), num_warps=4, **EXACT,
+        B=columns(width), num_warps=4, **chained(),
     )  # fmt: skip
 
 
@@ -212,13 +241,13 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, *, rows: int, h
     tile, half = tiles(), cos.shape[1]
     _rope[(triton.cdiv(rows * heads, tile.rows),)](
         x, x.stride(0), positions, cos, sin, rows * heads, heads, head_width, start, HALF=half,
-        INTERLEAVED=interleaved, R=tile.rows, B=triton.next_power_of_2(half), num_warps=1, **EXACT,
+        INTERLEAVED=interleaved, R=tile.rows, B=triton.next_power_of_2(half), num_warps=1, **chained(),
     )  # fmt: skip
 
 
 def _grid(rows: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
     tile, wide = tiles(), columns(width)
-    return (triton.cdiv(rows, tile.rows), triton.cdiv(width, wide)), {"R": tile.rows, "B": wide, **EXACT}
+    return (triton.cdiv(rows, tile.rows), triton.cdiv(width, wide)), {"R": tile.rows, "B": wide, **chained()}
 
 
 def add(x: Tensor, y: Tensor, *, rows: int) -> None:
