@@ -1,0 +1,44 @@
+"""Kernels that begin while the one before them ends: what it takes to start one is hidden then (NVIDIA, from sm_90 on).
+
+Knows devices and options of launches; must not know what a kernel computes. Such a kernel calls `take_turn` (or
+`let_the_next_start` and, behind the loads of what never changes, `wait_for_the_last`) in every program before it reads
+what another kernel wrote, and before it writes anything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from picaflor.backends.cuda import interpret
+from picaflor.backends.cuda.arithmetic import EXACT
+from picaflor.backends.cuda.vectors import let_the_next_start, wait_for_the_last
+
+
+CHAIN = False
+"""Whether kernels of single rows overlap; until that was seen to be right on a device, they do not."""
+
+
+@triton.jit
+def take_turn():
+    """Lets the next kernel start, and waits for the one before."""
+    let_the_next_start()
+    wait_for_the_last()
+
+
+def overlaps() -> bool:
+    """Whether the current device can start a launch while the one before it ends."""
+    return not interpret.active() and torch.version.hip is None and _overlaps(torch.cuda.current_device())
+
+
+@lru_cache(maxsize=64)
+def _overlaps(device: int) -> bool:
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def chained() -> dict[str, Any]:
+    """Options of a launch whose kernel has `OVERLAP`."""
+    return {**EXACT, "OVERLAP": True, "launch_pdl": True} if CHAIN and overlaps() else EXACT
