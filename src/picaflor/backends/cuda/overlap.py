@@ -17,7 +17,6 @@ from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.vectors import let_the_next_start, wait_for_the_last
 
-
 CHAIN = False
 """Whether kernels of single rows overlap; until that was seen to be right on a device, they do not."""
 
