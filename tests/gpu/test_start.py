@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -40,6 +41,21 @@ def test_without_torch_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(UnsupportedKernel, match=r"backend cuda cannot start: .*torch"):
         load("cuda")
+
+
+@pytest.mark.parametrize("name", ["cuda", "rocm", "vulkan", "metal"])
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, ImportError])
+def test_a_library_that_cannot_be_loaded_is_told(
+    name: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package is there, and what it loads is broken: packages raise any of these."""
+
+    def fails(module: str) -> None:
+        raise kind(f"{module}: libgpu.so.1:\n cannot open shared object file")
+
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(UnsupportedKernel, match=rf"^backend {name} cannot start: .*libgpu\.so\.1: cannot open shared"):
+        load(name)
 
 
 def test_the_cpu_backend_imports_no_torch() -> None:

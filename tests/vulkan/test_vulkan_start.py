@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,14 @@ def test_a_rasteriser_is_the_last_choice(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_interfaces_are_not_vulkan(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedKernel, match="no adapter of Vulkan"):
         found(monkeypatch, adapter("card", "DiscreteGPU", "OpenGL"))
+
+
+def test_without_its_library_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("picaflor.backends.vulkan.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "wgpu", None)
+    with pytest.raises(UnsupportedKernel, match=r"^backend vulkan cannot start: .*wgpu"):
+        load_backend(EngineOptions(backend="vulkan"), lambda text: None)
 
 
 def test_auto_is_never_this_backend() -> None:

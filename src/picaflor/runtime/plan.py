@@ -154,8 +154,8 @@ def load_backend(options: EngineOptions, notice: Callable[[str], None]) -> HostB
         raise UnsupportedKernel(f"backend {name} is not in this version; accepted: auto, {', '.join(BACKENDS)}")
     try:
         module: Any = importlib.import_module(f"picaflor.backends.{BACKENDS[name]}.backend")
-    except ImportError as error:
-        raise UnsupportedKernel(f"backend {name} cannot start: {error}") from error
+    except (ImportError, OSError, RuntimeError) as error:  # of a library that is missing, or there and not loadable
+        raise UnsupportedKernel(f"backend {name} cannot start: {' '.join(str(error).split())}") from error
     device: dict[str, Any] = {} if name == "cpu" else {"backend": name, "vram_bytes": options.vram_bytes}
     if name in NUMBERED:
         device["device"] = options.device
