@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from picaflor.backends.cuda.arithmetic import EXACT, silu
 from picaflor.backends.cuda.formats import NUMBERS, PLANES, Needs, Tensor, lattice, needs, row_bytes
 from picaflor.backends.cuda.launches import pieces
 from picaflor.backends.cuda.matmul import native
+from picaflor.backends.cuda.overlap import overlaps
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
 from picaflor.backends.cuda.tiles import ManyTile, Tile, shared_limit, tile_of_many, tile_of_stack
@@ -386,20 +386,6 @@ def _constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, 
 def _row_constants(matrix: Matrix, rows: Prepared | None, prefix: str) -> dict[str, Any]:
     """Those of the kernels that take one row."""
     return {name: value for name, value in _constants(matrix, rows, prefix).items() if not name.endswith("WHOLE")}
-
-
-def overlaps() -> bool:
-    """Whether the current device starts the second launch while the first one ends (NVIDIA, from sm_90 on)."""
-    import torch
-
-    return native() and _overlaps(torch.cuda.current_device())
-
-
-@lru_cache(maxsize=64)
-def _overlaps(device: int) -> bool:
-    import torch
-
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def _fuses(wanted: Needs, block: int) -> bool:
