@@ -24,7 +24,7 @@ from picaflor.backends.api import (
     Vector,
     Weight,
 )
-from picaflor.backends.batches import Limits
+from picaflor.backends.batches import Limits, rope_lines
 from picaflor.backends.cuda import choose, latent, rows
 from picaflor.backends.cuda.attention import Keys
 from picaflor.backends.cuda.early import EarlyRouter, RouterInputs
@@ -59,17 +59,12 @@ class Buffer:
 
 
 class RopeTable:
-    """cos and sin `[capacity, dims / 2]` on the device, filled as positions are reached.
-
-    In long double like the CPU's, so that the rounded float32 depends on no library's choice.
-    """
+    """cos and sin `[capacity, dims / 2]` on the device, filled as positions are reached."""
 
     def __init__(self, dims: int, theta: float, capacity: int, device: Any) -> None:
-        half = dims // 2
-        self.cos = torch.zeros((capacity, half), dtype=torch.float32, device=device)
-        self.sin = torch.zeros((capacity, half), dtype=torch.float32, device=device)
-        exponents = np.longdouble(-2.0) * np.arange(half, dtype=np.longdouble) / np.longdouble(dims)
-        self._frequencies = np.power(np.longdouble(theta), exponents)
+        self.cos = torch.zeros((capacity, dims // 2), dtype=torch.float32, device=device)
+        self.sin = torch.zeros((capacity, dims // 2), dtype=torch.float32, device=device)
+        self._dims, self._theta = dims, theta
         self._filled = 0
 
     def fill(self, positions: int) -> None:
@@ -77,9 +72,9 @@ class RopeTable:
         if positions <= self._filled:
             return
         stop = min(max(positions, 2 * self._filled, 256), self.cos.shape[0])
-        angles = np.arange(self._filled, stop, dtype=np.longdouble)[:, None] * self._frequencies
-        for table, values in ((self.cos, np.cos(angles)), (self.sin, np.sin(angles))):
-            table[self._filled : stop].copy_(torch.from_numpy(values.astype(np.float64).astype(np.float32)))
+        lines = rope_lines(self._dims, self._theta, self._filled, stop)
+        for table, values in zip((self.cos, self.sin), lines, strict=True):
+            table[self._filled : stop].copy_(torch.from_numpy(values))
         self._filled = stop
 
     @property
