@@ -54,7 +54,7 @@ def idle(store: ExpertStore) -> bool:
     """Nobody holds anything and no read runs."""
     with store._changed:
         copies = list(store._residency.all_copies())
-    pinned = {layer for layer, table in store._pinned.items() if table is not None}
+    pinned = {layer for layer, table in store._shelves.pinned.items() if table is not None}
     users = [c for c in copies if c.users != (c.key.layer in pinned)]
     return not users and not store._loads and not store._loading and not store._leases
 
@@ -467,7 +467,7 @@ def test_close_under_an_open_lease_keeps_its_slots_until_it_ends(model: Model) -
 def test_store_that_is_dropped_ends_its_reads_first(model: Model) -> None:
     pool = FakePool()
     store = make_store(model, pool, slots=2)
-    arena = weakref.ref(next(iter(store._arenas.values())))
+    arena = weakref.ref(next(iter(store._shelves.arenas.values())))
     lease = store.acquire(3, ids(0))
     lease.__enter__()
     lease.__exit__(None, None, None)

@@ -158,7 +158,7 @@ def test_any_offsets_can_be_read_in_whole_blocks(tmp_path: Path, data: st.DataOb
 def test_slots_for_blocks_keep_their_alignment(model: Model) -> None:
     files = ExpertFiles(model.container, model.experts, blocks={0, 1})
     with ExpertStore(files, slots=3, working_slots=2, pool=FakePool()) as store:
-        for arena in store._arenas.values():
+        for arena in store._shelves.arenas.values():
             assert [arena.address(slot) % BLOCK_BYTES for slot in range(arena.slots)] == [0] * arena.slots
 
 

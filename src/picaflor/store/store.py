@@ -1,7 +1,7 @@
 """The expert store: experts of every layer in slots, read from disk when they are asked for.
 
-Ties reader, residency, policies and arenas together and is the only user of all four. Must not know programs, devices
-other than host memory, or what an expert computes.
+Ties the reader and the shelves, where experts lie, to those who ask. Must not know programs, devices other than host
+memory, or what an expert computes.
 
 A lease's experts are usable from the moment they are yielded until its generator is advanced or the lease ends. Where
 a request needs more slots than there are, later experts take the slots of earlier ones, so any number of slots from 1
@@ -22,25 +22,21 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout
 from picaflor.errors import ReadFailed
-from picaflor.store.ahead import Expected, Switch
-from picaflor.store.arena import Arena, SlotTable
+from picaflor.store.ahead import Switch
+from picaflor.store.arena import Arena
 from picaflor.store.counters import LayerCounters, StoreCounters
-from picaflor.store.lease import Addresses, Lease, Load, PinnedLease, Purpose
-from picaflor.store.policy.base import DECLINED, LayerCache, Policy, PolicyFactory
-from picaflor.store.policy.choose import policies
-from picaflor.store.policy.working import WorkingSet
+from picaflor.store.lease import Lease, Load, PinnedLease, Purpose
+from picaflor.store.policy.base import PolicyFactory
 from picaflor.store.reader import ExpertFiles, Pool, Reader, ReadOutcome, native_pool
-from picaflor.store.residency import Residency
 from picaflor.store.routes import RoutesWriter
+from picaflor.store.shelves import AHEAD, Shelves
 from picaflor.store.sources import Sources
-from picaflor.store.types import DISK_LAYOUT, RAM, Copy, ExpertKey, State
+from picaflor.store.types import Copy, ExpertKey, State
 
 READ_THREADS = 8
 WORKING_SLOTS = 8
 PRELOAD_AHEAD = 32
 WARM_AHEAD = 4
-_SHARED = "working set"
-_AHEAD = "read ahead"
 _TICK_S = 0.2  # an interrupt from the keyboard is seen this often while waiting for the disk
 _RETRY_S = 0.02
 
@@ -73,56 +69,41 @@ class ExpertStore:
         notice: Callable[[str], None] | None = None,
     ) -> None:
         self.files = files
-        self.slots = {layer: _layer_slots(files, layer, slots) for layer in files.layers}
         self.counters = StoreCounters({layer: LayerCounters() for layer in files.layers})
-        partial = [layer for layer in files.layers if self.slots[layer] < files.count(layer)]
-        widest = max((files.slot_nbytes(layer) for layer in partial), default=0)
-        self.working_slots = working_slots if partial else 0
-        self._layer_pool = {layer: f"layer {layer}" for layer in files.layers}
-        self._arenas = {
-            self._layer_pool[layer]: Arena(self.slots[layer], files.slot_nbytes(layer)) for layer in files.layers
-        }
-        self._arenas[_SHARED] = Arena(self.working_slots, widest)
-        self.ahead_slots = ahead_slots if partial else 0
-        self._arenas[_AHEAD] = Arena(self.ahead_slots, widest)
-        self._slots = SlotTable(self._arenas)
-        self._expected = Expected()
+        self._shelves = Shelves(
+            files, slots, working_slots=working_slots, ahead_slots=ahead_slots, policy=policy, counters=self.counters
+        )
+        self.slots = self._shelves.slots
+        self.working_slots = self._shelves.working_slots
+        self.ahead_slots = self._shelves.ahead_slots
+        self._residency = self._shelves.residency
+        self._expected = self._shelves.expected
+        self._policies = self._shelves.policies
         self._wants_ahead = prefetch != "off"
         self.prefetch = Switch(prefetch if self.ahead_slots else "off")
-        # Slots change owners when what was read ahead is asked for, so they must be of one size.
-        self._reads_ahead = frozenset(layer for layer in partial if files.slot_nbytes(layer) == widest)
-        self._first = min(partial, default=-1)
+        self._first = min(self._policies, default=-1)
         self._step_began = 0.0
         self._step_counts = False
         self._step_needed = 0
-        self._residency = Residency({name: arena.slots for name, arena in self._arenas.items()})
-        make = policies() if policy is None else policy
-        self._policies: dict[int, Policy] = {
-            layer: make(LayerCache(layer, self.slots[layer], files.count(layer), self.working_slots))
-            for layer in partial
-        }
         self.recorder: RoutesWriter | None = None  # told of every request while it is set
-        self.asked_for = {layer: [0] * files.count(layer) for layer in partial}
+        self.asked_for = {layer: [0] * files.count(layer) for layer in self._policies}
         """How often each expert was asked for, in the layers that do not fit completely."""
-        self._working: WorkingSet[ExpertKey] = WorkingSet()
         self._to_warm: list[ExpertKey] = []  # the next one is the last
         self._warming = 0
         self._reader = Reader(
             files, native_pool(read_threads) if pool is None else pool, sources=sources, notice=notice
         )
-        self._pinned: dict[int, Addresses | None] = dict.fromkeys(files.layers)
-        self._ready_count = dict.fromkeys(files.layers, 0)  # READY or IN_USE in the layer's own slots
         self._loads: dict[int, Load] = {}
         self._loading: dict[ExpertKey, Load] = {}
         self._leases: set[Lease] = set()
         self._closed = False
         self._changed = threading.Condition()
-        self._finalizer = weakref.finalize(self, _shut_down, self._reader, tuple(self._arenas.values()))
+        self._finalizer = weakref.finalize(self, _shut_down, self._reader, tuple(self._shelves.arenas.values()))
 
     @property
     def nbytes(self) -> int:
         """Memory of all slots, as granted by the system."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return sum(arena.nbytes for arena in self._shelves.arenas.values())
 
     def layouts(self, layer: int) -> list[ExpertLayout]:
         """The layout of each expert of a layer in its slot, by id."""
@@ -131,9 +112,7 @@ class ExpertStore:
     def resident(self, layer: int) -> list[int]:
         """Ids of the layer's experts that could be used without a read, ascending."""
         with self._changed:
-            keys = (ExpertKey(layer, expert) for expert in range(self.files.count(layer)))
-            copies = (self._residency.find(key, RAM, DISK_LAYOUT) for key in keys)
-            return [c.key.expert for c in copies if c is not None and c.state in (State.READY, State.IN_USE)]
+            return [copy.key.expert for copy in self._shelves.usable(layer)]
 
     def busy_s(self) -> float:
         """Wall seconds with at least one read under way so far, the preload included."""
@@ -147,13 +126,7 @@ class ExpertStore:
     def memory(self) -> list[NDArray[np.uint8]]:
         """The bytes of all experts that could be used without a read; slots stay mapped until `close`."""
         with self._changed:
-            found = (
-                self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
-                for layer in self.files.layers
-                for expert in range(self.files.count(layer))
-            )
-            ready = [copy for copy in found if copy is not None and copy.state in (State.READY, State.IN_USE)]
-            return [self._slots.view(copy.pool, copy.slot) for copy in ready]
+            return [self._shelves.view(copy) for layer in self.files.layers for copy in self._shelves.usable(layer)]
 
     def acquire(self, layer: int, experts: I32) -> PinnedLease | Lease:
         """A lease of distinct experts; enter it to start the reads of those that are missing.
@@ -162,7 +135,7 @@ class ExpertStore:
         """
         if self.recorder is not None:
             self.recorder.add(layer, experts.tolist())
-        table = self._pinned[layer]
+        table = self._shelves.pinned[layer]
         if table is not None:
             addresses = table[experts.astype(np.uint32)]  # unsigned: a negative id must not count from the end
             counters = self.counters.layers[layer]
@@ -180,7 +153,7 @@ class ExpertStore:
         started = time.perf_counter()
         layers = [layer for layer in self.files.layers if self.slots[layer] == self.files.count(layer)]
         keys = [ExpertKey(layer, expert) for layer in layers for expert in range(self.files.count(layer))]
-        keys = [key for key in keys if self._residency.find(key, RAM, DISK_LAYOUT) is None]
+        keys = [key for key in keys if self._shelves.find(key) is None]
         keys.sort(key=self.files.place, reverse=True)
         total = sum(self.files.reads(key).read_nbytes for key in keys)
         done = 0
@@ -190,8 +163,8 @@ class ExpertStore:
                 with self._changed:
                     self._check_open()
                     ahead = [keys.pop() for _ in range(min(len(keys), PRELOAD_AHEAD - len(loads)))]
-                    new = (key for key in ahead if self._residency.find(key, RAM, DISK_LAYOUT) is None)
-                    loads += self._start([copy for key in new if (copy := self._place(key))], Purpose.PRELOAD)
+                    new = (key for key in ahead if self._shelves.find(key) is None)
+                    loads += self._start([copy for key in new if (copy := self._shelves.place(key))], Purpose.PRELOAD)
                 self._wait([load.ticket for load in loads if load.ticket in self._loads], _TICK_S)
                 for load in [load for load in loads if load.ticket not in self._loads]:
                     if load.error is not None:
@@ -224,23 +197,21 @@ class ExpertStore:
         """Whether to tell `expect` what a layer will probably be asked for. Asked once per layer of a step that is
         small enough to tell."""
         self._step_counts = True
-        return self.prefetch.enabled and layer in self._reads_ahead
+        return self.prefetch.enabled and layer in self._shelves.takes_ahead
 
     def expect(self, layer: int, experts: I32) -> None:
         """Read these experts of a layer, the likeliest first, behind all that was asked for, as far as slots allow."""
         with self._changed:
-            if self._closed or layer not in self._reads_ahead:
+            if self._closed or layer not in self._shelves.takes_ahead:
                 return
-            residency = self._residency
-            free = residency.free_slots(_AHEAD)
+            free = self._residency.free_slots(AHEAD)
             copies: list[Copy] = []
             for expert in experts.tolist():
                 key = ExpertKey(layer, expert)
                 if len(copies) == free:
                     break
-                if residency.find(key, RAM, DISK_LAYOUT) is None:
-                    copies.append(residency.load(key, RAM, DISK_LAYOUT, _AHEAD))
-                    self._expected.add(copies[-1])
+                if self._shelves.find(key) is None:
+                    copies.append(self._shelves.place_ahead(key))
             with contextlib.suppress(ReadFailed):  # nobody asked for them yet: the request that does will say so
                 self._start(copies, Purpose.AHEAD)
 
@@ -250,9 +221,7 @@ class ExpertStore:
             if self._closed or layer not in self._policies:
                 return
             for expert in experts.tolist():
-                copy = self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
-                if copy is not None and copy.state is State.READY and copy.pool != _AHEAD:
-                    self._evict(copy.key)
+                self._shelves.leave(ExpertKey(layer, expert))
 
     @property
     def prefetch_in_words(self) -> str:
@@ -272,7 +241,7 @@ class ExpertStore:
         ReadFailed."""
         with self._changed:
             self._closed = True
-            self._pinned = dict.fromkeys(self.files.layers)
+            self._shelves.unpin()
             self._changed.notify_all()
             if self._leases:
                 self._reader.close()
@@ -290,7 +259,7 @@ class ExpertStore:
     # What leases call.
 
     def _address(self, copy: Copy) -> int:
-        return self._slots.address(copy.pool, copy.slot)
+        return self._shelves.address(copy)
 
     def _begin(self, lease: Lease) -> None:
         """Acquire what is resident, join reads that run, start the others as far as slots allow."""
@@ -386,7 +355,7 @@ class ExpertStore:
 
     def _claim(self, lease: Lease, key: ExpertKey, *, ahead: bool = False) -> bool:
         """Acquire a copy that is usable, or join its read. False if there is no copy. `ahead`: it was read ahead."""
-        copy = self._residency.find(key, RAM, DISK_LAYOUT)
+        copy = self._shelves.find(key)
         if copy is None:
             return False
         counters = self.counters.layers[key.layer]
@@ -405,8 +374,7 @@ class ExpertStore:
             counters.prefetched += 1
             return True
         counters.lru += 1
-        if copy.pool == _SHARED:
-            self._working.touch(key)
+        self._shelves.touch(copy)
         return True
 
     def _fill(self, lease: Lease) -> None:
@@ -415,10 +383,10 @@ class ExpertStore:
         while lease.missing:
             key = lease.missing[-1]
             ahead = key in self._expected
-            if ahead and not self._adopt(key):
+            if ahead and not self._shelves.adopt(key):
                 break
             if not self._claim(lease, key, ahead=ahead):  # another lease may have got it meanwhile
-                copy = self._place(key)
+                copy = self._shelves.place(key)
                 if copy is None:
                     break
                 copies.append(copy)
@@ -432,83 +400,25 @@ class ExpertStore:
         """Keep a few reads of `warm` under way. One that fails is read again when its expert is asked for."""
         while self._to_warm and self._warming < WARM_AHEAD:
             key = self._to_warm.pop()
-            free = self._residency.free_slots(self._layer_pool[key.layer]) > 0
-            if free and self._residency.find(key, RAM, DISK_LAYOUT) is None:
-                copy = self._place(key)
+            if self._shelves.has_room(key.layer) and self._shelves.find(key) is None:
+                copy = self._shelves.place(key)
                 assert copy is not None
                 try:
                     self._warming += len(self._start([copy], Purpose.WARM))
                 except ReadFailed:  # nobody asked for it yet: the request that does will say so
                     self._to_warm.clear()
 
-    def _place(self, key: ExpertKey) -> Copy | None:
-        """A new copy, LOADING, in a slot of its layer or of the working set; None if no slot can be had."""
-        room = self._make_room(key)
-        if room is None:
-            return None
-        copy = self._residency.load(key, RAM, DISK_LAYOUT, room[0])
-        self._admit(copy, declined=room[1])
-        return copy
-
-    def _make_room(self, key: ExpertKey) -> tuple[str, bool] | None:
-        """A pool that has a free slot for an expert now, and whether its policy declined it; None if there is none."""
-        residency = self._residency
-        pool = self._layer_pool[key.layer]
-        if residency.free_slots(pool):
-            return pool, False
-        policy, must = self._policies[key.layer], self.working_slots == 0
-        victim = policy.victim(key.expert, lambda e: self._evictable(ExpertKey(key.layer, e)), must=must)
-        if victim is not None and victim != DECLINED:
-            self._evict(ExpertKey(key.layer, victim))
-            return pool, False
-        if residency.free_slots(_SHARED) == 0:
-            oldest = self._working.oldest(self._evictable)
-            if oldest is None:
-                return None
-            self._evict(oldest)
-        return _SHARED, victim == DECLINED
-
-    def _admit(self, copy: Copy, *, declined: bool) -> None:
-        """Tell those who order copies that one is there."""
-        if copy.pool == _SHARED:
-            self._working.add(copy.key, declined=declined)
-        elif copy.key.layer in self._policies:
-            self._policies[copy.key.layer].admitted(copy.key.expert)
-
-    def _adopt(self, key: ExpertKey) -> bool:
-        """What was read ahead is asked for: it gets the slot that it would get if it were read now. False: none."""
-        room = self._make_room(key)
-        if room is None:
-            return False
-        copy = self._expected.copies[key]
-        self._expected.remove(key)
-        left = self._residency.move(copy, room[0])
-        self._slots.swap(copy.pool, copy.slot, _AHEAD, left)
-        self._admit(copy, declined=room[1])
-        if copy.state is State.READY and copy.pool != _SHARED:
-            self._count_ready(key.layer)
-        return True
-
     def _withdraw(self, lease: Lease) -> None:
         """What was read ahead for a layer and is not asked for by its request goes."""
         for copy in self._expected.unwanted(lease.layer, lease.wanted):
             if copy.state is State.READY:
-                self._waste(copy)
+                self._shelves.waste(copy)
                 continue
             load = self._loading[copy.key]
             if not load.leases:
                 self._cancel(load)
                 if copy.state is State.LOADING:
                     self._expected.stale.add(copy.key)
-
-    def _waste(self, copy: Copy) -> None:
-        """Drop what was read ahead for nothing."""
-        counters = self.counters.layers[copy.key.layer]
-        counters.wasted += 1
-        counters.wasted_bytes += self.files.reads(copy.key).read_nbytes
-        self._residency.evict(copy)
-        self._residency.freed(copy)
-        self._forget(copy)
 
     def _time_step(self) -> None:
         """A step of the program begins: tell the switch how long the one before took."""
@@ -517,29 +427,6 @@ class ExpertStore:
             self.prefetch.step(now - self._step_began, self._step_needed)
         self._step_began, self._step_counts, self._step_needed = now, False, 0
 
-    def _evictable(self, key: ExpertKey) -> bool:
-        copy = self._residency.find(key, RAM, DISK_LAYOUT)
-        return copy is not None and copy.state is State.READY
-
-    def _evict(self, key: ExpertKey) -> None:
-        copy = self._residency.find(key, RAM, DISK_LAYOUT)
-        assert copy is not None
-        self._residency.evict(copy)
-        self._residency.freed(copy)  # host memory: nobody reads it any more
-        self._forget(copy)
-        self.counters.layers[key.layer].evicted += 1
-        if copy.pool != _SHARED:
-            self._ready_count[key.layer] -= 1
-
-    def _forget(self, copy: Copy) -> None:
-        """Tell those who order copies that one is gone."""
-        if copy.pool == _SHARED:
-            self._working.remove(copy.key)
-        elif copy.pool == _AHEAD:
-            self._expected.remove(copy.key)
-        elif copy.key.layer in self._policies:
-            self._policies[copy.key.layer].removed(copy.key.expert)
-
     def _start(self, copies: Sequence[Copy], purpose: Purpose) -> list[Load]:
         """Start the reads of new copies, in file order but for those ahead, all or none. Raises ReadFailed."""
         if not copies:
@@ -547,11 +434,11 @@ class ExpertStore:
         if purpose is not Purpose.AHEAD:
             copies = sorted(copies, key=lambda copy: self.files.place(copy.key))
         try:
-            wanted = [(copy.key, self._address(copy)) for copy in copies]
+            wanted = [(copy.key, self._shelves.address(copy)) for copy in copies]
             tickets = self._reader.submit(wanted, demand=purpose is Purpose.DEMAND)
         except BaseException:
             for copy in copies:
-                self._drop(copy)
+                self._shelves.drop(copy)
             raise
         loads = [Load(copy, purpose) for copy in copies]
         for load, ticket in zip(loads, tickets, strict=True):
@@ -560,17 +447,12 @@ class ExpertStore:
             self._loading[load.copy.key] = load
         return loads
 
-    def _drop(self, copy: Copy) -> None:
-        """The read of a copy failed or never began: free its slot."""
-        self._residency.failed(copy.key, copy.tier, copy.layout, copy.generation)
-        self._forget(copy)
-
     def _cancel(self, load: Load) -> None:
         """Take a read back if it has not begun; otherwise it ends by itself and its copy may be of use later."""
         if not self._closed and load.ticket in self._loads and self._reader.cancel(load.ticket):
             del self._loads[load.ticket]
             del self._loading[load.copy.key]
-            self._drop(load.copy)
+            self._shelves.drop(load.copy)
             self._changed.notify_all()
 
     def _wait(self, tickets: Sequence[int], seconds: float) -> None:
@@ -600,7 +482,7 @@ class ExpertStore:
             if finished.error is not None:
                 counters.failed += 1
                 load.error = finished.error
-                self._drop(copy)
+                self._shelves.drop(copy)
             else:
                 self._residency.loaded(copy.key, copy.tier, copy.layout, copy.generation)
             for lease in load.leases:
@@ -610,27 +492,14 @@ class ExpertStore:
                 else:
                     self._residency.acquire(copy)
                     lease.arrived.append(copy)
-            if copy.pool == _AHEAD:
+            if copy.pool == AHEAD:
                 if load.error is None and copy.key in self._expected.stale:
-                    self._waste(copy)
-            elif load.error is None and copy.pool != _SHARED:
-                self._count_ready(copy.key.layer)
+                    self._shelves.waste(copy)
+            elif load.error is None:
+                self._shelves.arrived(copy)
         if self._to_warm and not self._closed:
             self._warm_more()
         self._changed.notify_all()
-
-    def _count_ready(self, layer: int) -> None:
-        """One more expert is usable in the layer's slots; when all are, the layer is pinned."""
-        self._ready_count[layer] += 1
-        if self._ready_count[layer] == self.files.count(layer):
-            copies = [
-                self._residency.find(ExpertKey(layer, expert), RAM, DISK_LAYOUT)
-                for expert in range(self.files.count(layer))
-            ]
-            for copy in copies:
-                assert copy is not None
-                self._residency.acquire(copy)  # the store itself is a user, for good
-            self._pinned[layer] = np.array([self._address(copy) for copy in copies if copy], dtype=np.uint64)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -644,14 +513,6 @@ class ExpertStore:
                 f"no slot for an expert of layer {lease.layer}: the same thread holds {len(holders)} other leases, and "
                 f"the policy gives no victim for {self.working_slots} working slots"
             )
-
-
-def _layer_slots(files: ExpertFiles, layer: int, slots: int | Mapping[int, int]) -> int:
-    """Slots of one layer. Raises ValueError below 1."""
-    wanted = slots if isinstance(slots, int) else slots[layer]
-    if wanted < 1:
-        raise ValueError(f"layer {layer} needs 1 expert slot or more, not {wanted}")
-    return min(wanted, files.count(layer))
 
 
 def _shut_down(reader: Reader, arenas: Sequence[Arena]) -> None:
