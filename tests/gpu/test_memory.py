@@ -14,8 +14,11 @@ from picaflor.backends.cuda.backend import CudaBackend
 from picaflor.backends.cuda.formats import hold
 from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget
+from picaflor.runtime.placement import place
 from picaflor.runtime.plan import EngineOptions, load_backend
 from picaflor.runtime.residents import Residents
+from picaflor.runtime.target import find_target
+from picaflor.store.budget import Item
 
 
 @pytest.mark.parametrize(("vram", "lines"), [(None, 1), (9 << 30, 0), (20 << 30, 1)])
@@ -25,6 +28,18 @@ def test_r33_a_run_names_what_others_hold(vram: int | None, lines: int, monkeypa
     told: list[str] = []
     load_backend(EngineOptions(backend="cuda", threads=1, vram_bytes=vram), told.append)
     assert [line.partition(":")[0] for line in told] == ["another program holds 70 GiB of the 80 GiB of Card"] * lines
+
+
+def test_r33_a_plan_for_the_device_names_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It plans with what is free now, or with what --vram says."""
+    monkeypatch.setattr(CudaBackend, "memory", lambda self: DeviceMemory("Card", 10 << 30, 80 << 30))
+    told: list[str] = []
+    now = find_target("cuda", EngineOptions(backend="cuda", threads=1), told.append)
+    asked = find_target("cuda", EngineOptions(backend="cuda", threads=1, vram_bytes=70 << 30), told.append)
+    assert [line.partition(":")[0] for line in told] == ["another program holds 70 GiB of the 80 GiB of Card"] * 2
+    needs = [Item("resident weights", 1 << 30)]
+    placed = [place(t.memory, needs, [1 << 30] * 60, in_ram=0, vram=t.vram).on_device for t in (now, asked)]
+    assert placed == [7, 60]
 
 
 def test_the_interpreter_has_no_memory_of_its_own() -> None:
