@@ -1,5 +1,6 @@
 """Compiles the product kernels for one device: `compile_products.py cuda:90:32`; prints how many it compiled, and how
-many of them multiply by the matrix instruction of that device. Another device's is an error.
+many of them multiply by the matrix instruction of that device. Another device's is an error. With `--unknown`: that
+none compiles for a format that there is not.
 
 Run by test_products_compile.py in a process where Triton is not interpreted.
 """
@@ -7,12 +8,12 @@ Run by test_products_compile.py in a process where Triton is not interpreted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompilationError
 
 from picaflor.backends.cuda import experts, matmul, prepare
 
@@ -47,6 +48,9 @@ OF_DEVICE = {
     "hip:gfx1201:32": "v_wmma_i32",
 }
 GROUPS = {3: 64, 4: 64, 5: 64, 6: 64, 7: 64, 8: 32, 9: 32}
+UNKNOWN = 11
+"""The number behind the last format's."""
+REFUSALS = ("no integer codes", "no scales of groups", "no float format", "no codes in words", "no nibbles")
 Case = tuple[Any, dict[str, Any], dict[str, str], int]
 
 
@@ -121,10 +125,42 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
         yield experts._combine, {"TOP_K": 8, "TWO": two, "B": 256}, {}, 4
 
 
+def reason(error: BaseException | None) -> str:
+    """What the innermost error says: a kernel's own refusal, or why it is no kernel."""
+    while error is not None and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
+def refuse_unknown(cases: Iterable[Case], target: GPUTarget) -> None:
+    """Every kernel that reads weights, for a format that no kernel knows: none may compile."""
+    refused = 0
+    for kernel, constants, special, warps in cases:
+        for name in ("FORMAT", "G_FORMAT", "U_FORMAT"):
+            if name not in constants:
+                continue
+            # Where gate and up are of one kind, gate's format is both's.
+            other = {"BOTH": False} if "BOTH" in constants else {}
+            other |= {"GROUP": 64} if constants.get("GROUP") == 0 else {}
+            wrong = {**constants, **other, name: UNKNOWN}
+            try:
+                compiled(kernel, wrong, special, warps, target)
+            except CompilationError as error:
+                if not any(text in reason(error) for text in REFUSALS):
+                    raise
+                refused += 1
+            else:
+                raise ValueError(f"{kernel.__name__} takes {name} {UNKNOWN} for a format: {constants}")
+    print(refused, "kernels refuse a format that there is not")
+
+
 def main() -> None:
     """Compiles all; a kernel that does not compile raises."""
     backend, architecture, warp = sys.argv[1].split(":")
     target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, int(warp))
+    if sys.argv[2:] == ["--unknown"]:
+        refuse_unknown(cases(True, True), target)
+        return
     number = by_matrix = 0
     for kernel, constants, special, warps in cases(backend == "cuda", backend == "cuda" and int(architecture) >= 90):
         text = compiled(kernel, constants, special, warps, target)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from compile_products import Case, compiled
+from compile_products import Case, compiled, refuse_unknown
 from triton.backends.compiler import GPUTarget
 
 from picaflor.backends.cuda import attention, choose, latent, rows, sampling
@@ -93,6 +93,9 @@ def main() -> None:
     """Compiles all; a kernel that does not compile raises."""
     backend, architecture, warp = sys.argv[1].split(":")
     target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, int(warp))
+    if sys.argv[2:] == ["--unknown"]:
+        refuse_unknown(cases(), target)
+        return
     number = 0
     for kernel, constants, special, warps in cases():
         compiled(kernel, constants, special, warps, target)

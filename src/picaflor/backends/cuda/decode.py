@@ -22,6 +22,7 @@ def nibble_code(nibble, FORMAT: tl.constexpr):
         size = (nibble & 7) + (high & low) + 2 * both + 2 * (both & low)
         return tl.where(nibble >= 8, -size, size)
     else:
+        tl.static_assert(FORMAT == 4 or FORMAT == 6, "no nibbles")
         return nibble - 8
 
 

@@ -67,6 +67,7 @@ def _word_dots(w, x, plane, first, place, words, FORMAT: tl.constexpr, LOWER: tl
         if LOWER:
             d = dot4(w, _digit_words(x + plane, t, words, EVEN), d << 8, NATIVE)
     else:
+        tl.static_assert(FORMAT == 4 or FORMAT == 6, "no codes in words")
         low = w & 0x0F0F0F0F
         high = (w >> 4) & 0x0F0F0F0F
         even = first * 2 + (place // 8 * 16 + place % 8)  # 8 words for even inputs, then 8 for odd ones
