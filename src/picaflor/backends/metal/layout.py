@@ -347,7 +347,7 @@ def nbytes(format_name: str, shape: Shape, group_size: int, *, borrows: bool) ->
         return sum(stored[1:]) if borrows else sum(stored)
     if format_name == "mxfp4":
         return 0 if borrows and cols % 32 == 0 else rows * ceil_div(cols, 32) * 17
-    bits = {"int8-row": 8, "int2-row": 2, "int3-g64": 3}.get(format_name, 4)
+    bits = {"int8-row": 8, "int4-row": 4, "int4-grouped": 4, "int2-row": 2, "int3-g64": 3}[format_name]
     group = 64 if bits == 3 else mlx_group(cols)
     passes = 1
     if format_name == "int4-grouped":
