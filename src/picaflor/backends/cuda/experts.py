@@ -505,7 +505,7 @@ def _tile(addresses, expert, which: tl.constexpr, lattice, o, cols, row_bytes, g
         return tl.trans(float_tile(codes, scales, o, cols, row_bytes, x + s * x_stride, FORMAT, 1, False, BO, BS))
     else:
         return integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, group_length,
-                            xs, xs_stride, xs_group_stride, s, FORMAT, GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS,
+                            xs, xs_stride, xs_group_stride, s, s, FORMAT, GROUP, PADDED, PLANES, WHOLE, NATIVE, BO, BS,
                             1)  # fmt: skip
 
 

@@ -19,13 +19,14 @@ from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.launches import blocks, pieces
 from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.prepare import BY_ROW, Prepared, prepare
-from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
+from picaflor.backends.cuda.products import float_tile, integer_tile, integer_tile_ahead, row_product
 from picaflor.backends.cuda.tiles import (
     CACHED_BYTES,
     ROWS_OF_FLOATS,
     ROWS_ONE_BY_ONE,
     ManyTile,
     Tile,
+    processors,
     reads_words,
     shared_limit,
     tile_of,
@@ -68,13 +69,23 @@ def _many_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, gro
                    group_length, xs, xs_stride, xs_group_stride, out, out_stride, count, FORMAT: tl.constexpr,
                    GROUP: tl.constexpr, PADDED: tl.constexpr,
                    PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
-                   BS: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+                   BS: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
+                   PIECE: tl.constexpr):  # fmt: skip
     o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
-    y = integer_tile(codes, scales, lattice, tl.minimum(o, rows - 1), cols, row_bytes, groups, digits, plane, length,
-                     group_length, xs, xs_stride, xs_group_stride, tl.minimum(s, count - 1).to(tl.int64), FORMAT,
-                     GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
-                     BS, UNROLL)  # fmt: skip
+    row = tl.minimum(o, rows - 1)
+    column = tl.minimum(s, count - 1).to(tl.int64)
+    places = s if PIECE else column
+    if AHEAD:
+        y = integer_tile_ahead(codes, scales, lattice, row, cols, row_bytes, groups, digits, plane, length,
+                               group_length, xs, xs_stride, xs_group_stride, column, places, FORMAT, GROUP, PADDED,
+                               PLANES,
+                               EVEN, NATIVE, BO, BS)  # fmt: skip
+    else:
+        y = integer_tile(codes, scales, lattice, row, cols, row_bytes, groups, digits, plane, length, group_length, xs,
+                         xs_stride, xs_group_stride, column, places, FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
+                         BS,
+                         UNROLL)  # fmt: skip
     at = out + s.to(tl.int64)[None, :] * out_stride + o[:, None]
     tl.store(at, y, mask=(s < count)[None, :] & (o < rows)[:, None])
 
@@ -159,11 +170,14 @@ def goes_row_by_row(weight: DeviceWeight, count: int) -> bool:
 def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, tile: ManyTile | None = None) -> None:
     """All of `count` prepared rows in tiles; `tile`: another one than the shape's own."""
     even = weight.cols % rows.needs.group == 0
-    tile = tile or tile_of_many(count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit())
+    tile = tile or tile_of_many(
+        count, rows.groups, rows.needs.padded, rows.needs.planes, shared_limit(), rows=weight.rows, room=processors()
+    )
     for start, stop, first, last in _pieces(weight, count, tile.rows, tile.columns):
         given, constants = _common(rows, weight, start, stop)
         _many_integers[(blocks(start, stop, tile.rows), blocks(first, last, tile.columns))](
             *given, *rows.tile(count, first), out[first:], out.stride(0), last - first, EVEN=even, NATIVE=native(),
-            BO=tile.rows,
-            BS=tile.columns, UNROLL=tile.unroll, num_warps=tile.warps, num_stages=tile.stages, **constants, **EXACT,
+            BO=tile.rows, BS=tile.columns, UNROLL=tile.unroll, AHEAD=tile.ahead, PIECE=count > BY_ROW,
+            num_warps=tile.warps,
+            num_stages=tile.stages, **constants, **EXACT,
         )  # fmt: skip

@@ -27,6 +27,8 @@ LARGEST: Final = {1: 127, 2: 127 * 256 + 127, 3: 127 * 65536}
 _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: rounds a float64 to the nearest even integer
 
 
+SLACK: Final = 256
+"""Scales behind the last that a tile may read: as many as a tile has rows of activations."""
 BY_ROW: Final = 64
 """Up to so many rows of one call lie one after the other; more lie group by group."""
 
@@ -218,7 +220,7 @@ def room_for(needs: Needs, cols: int, rows: int, device: Any) -> Prepared:
         cols,
         rows,
         torch.empty((needs.planes, rows, length), dtype=torch.int8, device=device),
-        torch.empty((rows, groups), dtype=torch.float32, device=device),
+        torch.empty(rows * groups + SLACK, dtype=torch.float32, device=device)[: rows * groups].view(rows, groups),
         torch.empty((2, rows, groups), dtype=torch.int32, device=device),
     )
 

@@ -89,23 +89,31 @@ def tile_of_stack(format_name: str, cols: int, group_size: int, *, aligned: bool
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way, warps."""
+    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way, warps; whether
+    scales are asked for a step ahead."""
 
     rows: int
     columns: int
     unroll: int
     stages: int
     warps: int = 4
+    ahead: bool = False
 
     def shared_bytes(self, padded: int, planes: int) -> int:
         """Shared memory that the copies under way take: bytes of codes (one each at most) and digits."""
         return self.stages * self.unroll * padded * (self.rows + self.columns * planes)
 
 
-def tile_of_many(count: int, groups: int, padded: int, planes: int, shared: int) -> ManyTile:
-    """The tile for `count` rows of activations on a device whose programs may have `shared` bytes of shared memory."""
+def tile_of_many(
+    count: int, groups: int, padded: int, planes: int, shared: int, *, rows: int = 1 << 30, room: int = 1
+) -> ManyTile:
+    """The tile for `count` rows of activations and `rows` of a matrix on a device of `room` processors whose programs
+    may have `shared` bytes of shared memory."""
     even = groups % 2 == 0 and (planes == 2 or groups <= SHORT_GROUPS)
     wide = (ManyTile(64, 128, 2, 3),) if even else ()
+    if count > 64 and planes < 3 and ceil_div(rows, 64) * ceil_div(count, 128) < 2 * room:
+        # One program a processor waits too much: twice as many.
+        wide = (ManyTile(64, 64, 2, 3),) if planes == 2 and groups % 2 == 0 else (ManyTile(64, 64, 1, 3, ahead=True),)
     tiles = (
         *((*wide, ManyTile(64, 128, 1, 3)) if count > 64 and planes < 3 else ()),
         *((ManyTile(64, 64, 1, 3), ManyTile(64, 64, 1, 2)) if count > 16 else ()),
@@ -114,6 +122,15 @@ def tile_of_many(count: int, groups: int, padded: int, planes: int, shared: int)
     )
     smallest = ManyTile(32, 16, 1, 2)
     return next((tile for tile in tiles if tile.shared_bytes(padded, planes) <= shared), smallest)
+
+
+def processors() -> int:
+    """Multiprocessors of the current device."""
+    if interpret.active():
+        return 1
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
 
 
 def shared_limit() -> int:
