@@ -88,6 +88,7 @@ def test_experts_that_the_host_computes(slots: int, chunk: int, expected: Any) -
 def test_experts_that_are_sent_for(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than the host computes for."""
     monkeypatch.setattr(tier, "HOST_ROWS", 1)
+    monkeypatch.setattr(tier, "FEW_ROWS", 1)
     with opened(GLM, backend="cuda") as engine:
         backend: Any = engine.plan.backend
         backend.tier.most_slots = 5

@@ -18,7 +18,7 @@ from gpu_experts import make_expert, on_the_cpu
 from gpu_support import same_bits, torch
 
 from picaflor.backends.cpu.memory import allocate
-from picaflor.backends.cuda import interpret, promote, staging
+from picaflor.backends.cuda import interpret, promote, staging, tier
 from picaflor.backends.cuda.exchange import HostExperts
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.errors import ReadFailed
@@ -199,10 +199,13 @@ class Lazy:
             self._words = None
 
 
-@pytest.mark.parametrize("slots", [1, 8])
-def test_random_routes_over_two_layers_give_the_bits_of_the_cpu(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows and many in turn: slots go from layer to layer, are taken by calls of many rows amid a promotion. The
-    host's memory is copied as late as can be."""
+@pytest.mark.parametrize(("slots", "most"), [(1, 8), (8, 8), (8, 64)])
+def test_random_routes_over_two_layers_give_the_bits_of_the_cpu(
+    slots: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows and many in turn: slots go from layer to layer, are taken by calls of many rows amid a promotion, or the
+    host computes for these too. The host's memory is copied as late as can be."""
+    monkeypatch.setattr(tier, "HOST_ROWS", most)
     monkeypatch.setattr(staging, "fill_later", Lazy)
     monkeypatch.setattr(promote, "fill_later", Lazy)
     rig = Rig(slots)
@@ -243,6 +246,18 @@ def test_a_copy_that_is_never_complete_is_never_named(monkeypatch: pytest.Monkey
     done[0] = True
     rig.step([[0, 1]], [[2, 3]])
     assert len(rig.here(3)) + len(rig.here(4)) == 3 == rig.tier.counters.hits
+
+
+def test_a_prompt_fills_slots_and_is_computed_by_both_when_they_are_full() -> None:
+    """Nine rows: sent for while there are slots without an expert."""
+    rig = Rig(4)
+    counters = rig.tier.counters
+    rows = [[0, 1], [1, 2], [2, 0], [0, 1], [1, 2], [2, 0], [0, 1], [1, 2], [3, 0]]
+    rig.step(rows)
+    assert (counters.host, counters.sent, counters.hits) == (0, 4, 0)
+    rig.step(rows[::-1])
+    assert (counters.host, counters.sent, counters.hits) == (1, 4, 3)
+    assert len(rig.here()) == 3
 
 
 def test_a_read_that_fails_leaves_all_as_it_was() -> None:

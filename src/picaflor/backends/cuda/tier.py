@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import I32, ExpertLayout, ExpertProvider, SharingProvider
 from picaflor.backends.cuda.exchange import HOST_ROWS, Exchange, HostExperts, exchange_bytes
-from picaflor.backends.cuda.experts import TableMaker, counters, expert_ffn
+from picaflor.backends.cuda.experts import FEW_ROWS, TableMaker, counters, expert_ffn
 from picaflor.backends.cuda.many import ManyRows, each
 from picaflor.backends.cuda.prepare import Prepared
 from picaflor.backends.cuda.promote import PROMOTE_BYTES, Promotions
@@ -229,8 +229,11 @@ class ExpertTier:
         call.run(here, [number for number in wanted if number not in here], provider)
 
     def splits(self, rows: int) -> bool:
-        """Whether a step of so many rows leaves what is not here to the host."""
-        return self.exchange is not None and rows <= HOST_ROWS
+        """Whether a step of so many rows leaves what is not here to the host. A prompt sends for experts while slots
+        are free: it wants many at once, and fills them sooner than steps of few rows do."""
+        if self._slots is None or self.exchange is None:
+            return False
+        return rows <= (FEW_ROWS if self._slots.free else HOST_ROWS)
 
     def found(self, held: HeldLayer, chosen: I32) -> NDArray[np.bool_]:
         """Which of these choices are on the device, for a call of few rows. They are counted."""
