@@ -33,8 +33,11 @@ ASSUMED_PART = 0.6
 """Part of memory's rate that multiplying reaches, where the rate is given and nothing is measured."""
 GPU_BYTES = 24_000_000_000
 GPU_LAYER_S = 90e-6
+SHARED_LAYER_S = 400e-6
 """The GPU that is priced: memory and its rate by the data sheet of an RTX 3090; what a layer takes beside its bytes, as
-measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json).
+measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json). What a
+layer takes more where the processor multiplies some of its experts: 300 to 480 us with glm-mid, a half and a quarter of
+its experts on the device (benchmarks/records/decode-h200.json).
 """
 
 
@@ -190,6 +193,14 @@ class _Guess:
         """Whether every expert is in memory."""
         return self._plan.ledger.all_resident
 
+    def shared_s(self, there: float) -> float:
+        """Seconds of a token in which device and processor hand over, with this part of the experts on a device."""
+        shared = 0.0
+        for block in self._plan.moe:
+            experts = block.router.experts
+            shared += 1 - uniform_misses(experts, int(there * experts), block.router.top_k).get(0, 0.0)
+        return shared * SHARED_LAYER_S
+
     def changes(self) -> list[Change]:
         """What each change would give."""
         ledger = self._plan.ledger
@@ -228,7 +239,7 @@ class _Guess:
         there = min(left / self._plan.expert_bytes, 1.0)
         now = self._measured.compute
         experts_s = there * self._sizes["experts"] / rate + (1 - there) * now.experts_s
-        launches_s = len(self._plan.model.layers) * GPU_LAYER_S
+        launches_s = len(self._plan.model.layers) * GPU_LAYER_S + self.shared_s(there)
         compute = Compute(resident / rate + experts_s + launches_s, experts_s, ASSUMED_BYTES_PER_S)
         ledger = self._plan.ledger_with(left)
         reads = self._measured.reads
@@ -239,7 +250,9 @@ class _Guess:
         else:
             speed = self._predict(self._misses(ledger), extra_s=reads.extra_s, compute=compute)
         assumed = f"{ASSUMED_PART:.0%} of {ASSUMED_BYTES_PER_S / 1e9:.0f} GB/s and {1e6 * GPU_LAYER_S:.0f} us a layer"
-        return Change(name, speed, f"assumed: {assumed}, nothing for what is sent there; needs {needs}")
+        if there < 1:
+            assumed += f", {1e6 * SHARED_LAYER_S:.0f} us more where the processor has a part"
+        return Change(name, speed, f"assumed: {assumed}; needs {needs}")
 
 
 class _Beside(_Guess):
@@ -292,6 +305,7 @@ class _Beside(_Guess):
         device_s = (resident + there * experts) / rate + len(self._plan.model.layers) * GPU_LAYER_S
         ram_s = (1 - there) * self._measured.compute.experts_s * expert_share
         ram_s = max(ram_s - there * experts / rate, 0.0)  # the rest of it hides behind the device's own experts
+        ram_s += self.shared_s(there)
         host = ram_s / expert_share  # of experts as they are now
         compute = Compute(device_s + host, host, self._target.bytes_per_s)
         found = self._predict(misses, extra_s=extra_s, expert_share=expert_share, ahead_bytes_per_s=ahead,
