@@ -61,8 +61,8 @@ def cases() -> Iterator[Case]:
         (rows._kv_write, {"SHIFT": 4, "R": 1, "B": 512}, 4, {}),
         (attention._soften, {"R": 1}, 1, {}),
         (attention._merge, {"W": 512, "R": 1, "B": 128}, 4, {}),
-        (attention._weigh, {"W": 512, "R": 1, "H": 4, "B": 128, "U": 32}, 4, {}),
-        (attention._weigh, {"W": 512, "R": 1, "H": 1, "B": 128, "U": 64}, 4, {}),
+        (attention._weigh, {"W": 512, "R": 1, "H": 4, "B": 128, "U": 32, "FAR": True}, 4, {}),
+        (attention._weigh, {"W": 512, "R": 1, "H": 1, "B": 128, "U": 64, "FAR": False}, 4, {}),
         (attention._scores, {"W": 512, "W2": 64, "H": 1, "K": 32, "U": 16}, 4, {}),
         (choose._index_scores, {"W": 128, "K": 32, "U": 4, "SHIFT": 4}, 4, {}),
         (choose._choose_positions, {"TOP": 2048, "B": 4096}, 8, {"out": "*i32"}),
@@ -80,11 +80,14 @@ def cases() -> Iterator[Case]:
         made.append((latent._embed, {**stored, "B": 1024}, 4, special))
         made.append((latent._absorb, {**stored, "W": 512, "B": 64, "U": 64, "EVEN": True}, 2, special))
         made.append((latent._expand, {**stored, "W": 512, "V": 16, "U": 32}, 4, special))
-    drawing = dict.fromkeys(("best", "finite", "bins", "sums"), "*i64")
+    drawing = dict.fromkeys(("best", "finite", "bins", "sums", "parts", "kept"), "*i64")
     drawing |= {"chances": "*fp64", "weights": "*fp32", "out": "*i32"}
     made.append((sampling._best, {"B": 1024}, 4, drawing))
     made.append((sampling._weigh, {"B": 1024, "BLOCKS": 256}, 4, drawing))
-    made.append((sampling._choose, {"BLOCKS": 256, "C": 4096}, 16, drawing))
+    made.append((sampling._keep, {"C": 4096, "BLOCKS": 256}, 8, drawing))
+    made.append((sampling._choose, {"C": 4096, "BLOCKS": 256, "PIECES": 64}, 16, drawing))
+    for shift in (9, 0):
+        made.append((sampling._refine, {"SHIFT": shift, "C": 4096, "BLOCKS": 256}, 8, drawing))
     for kernel, constants, warps, special in made:
         yield kernel, constants, {**types(kernel, constants), **special}, warps
 

@@ -199,9 +199,32 @@ def _soften(
 
 
 @triton.jit
+def _sum_keys(acc, tokens, weights, column, values_width, last, nothing, U: tl.constexpr, ENDS: tl.constexpr,
+              FAR: tl.constexpr):  # fmt: skip
+    """acc with the next U keys of one row, whose tokens and weights are at these addresses; ENDS: with those up to
+    number `last`, which exists. All of them are on their way before the first is met. FAR: more than 2^31 values."""
+    places = ()
+    for u in tl.static_range(U):
+        token = tl.load(tokens + (tl.minimum(u, last) if ENDS else u))
+        places = places + (token.to(tl.int64) if FAR else token,)  # type: ignore[assignment]  # noqa: RUF005
+    vs = ()
+    ps = ()
+    for u in tl.static_range(U):
+        vs = vs + (tl.load(column + (places[u] * values_width)[:, None, None]),)  # type: ignore[assignment]  # noqa: RUF005
+        ps = ps + (tl.load(weights + (tl.minimum(u, last) if ENDS else u)),)  # type: ignore[assignment]  # noqa: RUF005
+    acc = behind(acc, vs, nothing, U)
+    for u in tl.static_range(U):
+        if ENDS:
+            acc = tl.where(u <= last, tl.fma(ps[u][:, :, None], vs[u], acc), acc)
+        else:
+            acc = tl.fma(ps[u][:, :, None], vs[u], acc)
+    return acc
+
+
+@triton.jit
 def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block, blocks, heads, shared,
            W: tl.constexpr, R: tl.constexpr, H: tl.constexpr, B: tl.constexpr, U: tl.constexpr,
-           OVERLAP: tl.constexpr = False):  # fmt: skip
+           FAR: tl.constexpr, OVERLAP: tl.constexpr = False):  # fmt: skip
     if OVERLAP:
         take_turn()
     row = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -219,24 +242,16 @@ def _weigh(weights, values, values_width, counts, tokens, sums, rows, from_block
         at = weights + ((row[:, None] * heads + head) * blocks + block) * 256
         column = (values + kv_head * W + col)[None, None, :]
         acc = tl.zeros((R, H, B), tl.float32)
-        SURE: tl.constexpr = R == 1 and W % B == 0  # then no load needs a mask, and a step's run ahead of its sums
-        for i in range(0, most, U):
-            if SURE:
-                places = ()
-                for u in tl.static_range(U):
-                    place = tokens + (row * blocks + block) * 256 + tl.minimum(i + u, most - 1)
-                    places = places + (tl.load(place).to(tl.int64),)  # type: ignore[assignment]  # noqa: RUF005
-                vs = ()
-                ps = ()
-                for u in tl.static_range(U):
-                    vs = vs + (tl.load(column + (places[u] * values_width)[:, None, None]),)  # type: ignore[assignment]  # noqa: RUF005
-                    ps = ps + (tl.load(at + tl.minimum(i + u, most - 1)),)  # type: ignore[assignment]  # noqa: RUF005
-                acc = behind(acc, vs, blocks >> 31, U)
-                for u in tl.static_range(U):
-                    acc = tl.where(i + u < most, tl.fma(ps[u][:, :, None], vs[u], acc), acc)
-            for u in tl.static_range(0 if SURE else U):
-                t = i + u
-                token = tl.load(tokens + (row * blocks + block) * 256 + t, mask=t < count, other=0).to(tl.int64)
+        place = tokens + (row * blocks + block) * 256
+        if R == 1 and W % B == 0:  # then no load needs a mask
+            whole = most // U * U
+            for i in range(0, whole, U):
+                acc = _sum_keys(acc, place + i, at + i, column, values_width, 0, blocks >> 31, U, False, FAR)
+            for i in range(whole, most, 16):
+                acc = _sum_keys(acc, place + i, at + i, column, values_width, most - 1 - i, blocks >> 31, 16, True, FAR)
+        else:
+            for t in range(0, most):
+                token = tl.load(place + t, mask=t < count, other=0).to(tl.int64)
                 real = (t < count)[:, None, None]
                 inside = real & (col < W)[None, None, :]
                 v = tl.load(column + (token * values_width)[:, None, None], mask=inside, other=0.0)
@@ -366,7 +381,8 @@ def _attend(first: Scores, second: Scores | None, values: Tensor, out: Tensor, o
         )
         _weigh[(triton.cdiv(rows, size.rows), stop - start, sum_groups * triton.cdiv(width, size.sum_columns))](
             weights, values, values.stride(0), counts, tokens, sums, rows, start, blocks, heads, shared, W=width,
-            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=size.sum_unroll, **chained(),
+            R=size.rows, H=size.sum_heads, B=size.sum_columns, U=size.sum_unroll, FAR=values.numel() >= 1 << 31,
+            **chained(),
         )  # fmt: skip
     _merge[(triton.cdiv(items, size.rows), triton.cdiv(width, size.sum_columns))](
         sums, stats, counts, out, out.stride(0), out_head, blocks, items, heads, W=width, R=size.rows,
