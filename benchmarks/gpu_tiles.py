@@ -25,14 +25,12 @@ from picaflor.backends.cuda.tiles import ManyTile
 ROWS = 512
 FEW_TILES = 6
 """Of the list below, with `--conversions`."""
-SHAPES = ((2048, 6144), (6144, 2048), (16384, 6144))
+SHAPES = ((2048, 6144), (6144, 2048), (16384, 2048), (16384, 6144))
 TILES = [
-    ManyTile(64, 128, 2, 3), ManyTile(64, 128, 1, 3), ManyTile(64, 64, 1, 3), ManyTile(64, 64, 2, 3),
-    ManyTile(128, 128, 1, 3, 8), ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 2), ManyTile(64, 128, 2, 2),
-    ManyTile(64, 64, 1, 4), ManyTile(64, 64, 2, 2), ManyTile(128, 64, 2, 3), ManyTile(128, 64, 1, 3, 8),
-    ManyTile(128, 128, 2, 3, 8), ManyTile(64, 256, 1, 3, 8), ManyTile(64, 256, 1, 3), ManyTile(64, 32, 1, 4),
-    ManyTile(64, 128, 1, 3, 8), ManyTile(64, 128, 2, 3, 8), ManyTile(64, 128, 1, 4, 8), ManyTile(64, 128, 2, 2, 8),
-    ManyTile(64, 64, 2, 3, 8), ManyTile(64, 128, 4, 2), ManyTile(64, 128, 4, 2, 8), ManyTile(64, 128, 1, 4),
+    ManyTile(64, 128, 2, 3), ManyTile(64, 128, 1, 3), ManyTile(64, 64, 2, 3), ManyTile(64, 64, 1, 3),
+    ManyTile(64, 64, 1, 3, ahead=True), ManyTile(64, 128, 1, 3, ahead=True), ManyTile(64, 64, 1, 4, ahead=True),
+    ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 4), ManyTile(64, 32, 1, 3, ahead=True),
+    ManyTile(128, 64, 1, 3, ahead=True), ManyTile(128, 128, 1, 3, 8),
 ]  # fmt: skip
 
 
