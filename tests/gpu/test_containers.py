@@ -60,3 +60,11 @@ def test_what_nothing_stands_in_for_is_refused_by_name(cell: str) -> None:
         opened(GLM, backend="cuda", disable=(f"cuda.{cell}",)),
     ):
         pass
+
+
+def test_what_is_switched_off_on_several_devices() -> None:
+    """Each keeps its layers' matrices for the host."""
+    disable = ("cuda.matmul.int4-grouped", "cuda.expert_ffn.int4-row")
+    with opened(GLM, backend="cuda", device="0,1", disable=disable) as engine:
+        assert same_bits(logits(engine, IDS[:2]), cpu_logits(GLM, IDS[:2]))
+        assert set(engine.record().fallbacks) == set(disable)
