@@ -64,6 +64,8 @@ class PagePool:
 
     def table(self, sequences: list[Sequence]) -> NDArray[np.int32]:
         """The page table int32 `[sequences, pages]` of a batch; missing entries are -1."""
+        if len(sequences) == 1 and sequences[0].pages:
+            return np.array([sequences[0].pages], np.int32)
         width = max((len(sequence.pages) for sequence in sequences), default=0)
         table = np.full((len(sequences), max(width, 1)), -1, dtype=np.int32)
         for row, sequence in zip(table, sequences, strict=True):

@@ -37,6 +37,8 @@ def checked_ids(ids: Ordered[int] | I32, vocabulary: int) -> I32:
     values = np.asarray(ids)
     if not values.size:
         return np.empty(0, np.int32)
+    if values.dtype == np.int32 and values.shape == (1,) and 0 <= values[0] < vocabulary:
+        return values  # of a step that decodes
     if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= vocabulary:
         found = next((at for at, number in enumerate(ids) if not _is_id(number, vocabulary)), 0)
         raise UsageError(

@@ -149,9 +149,9 @@ class Batches:
         """Check a batch and put it where copies start from. Raises ValueError for one that does not fit."""
         limits, host = self.limits, self._host
         limits.check(batch)
-        tables = limits.tables(batch)
         r, o, width = limits.max_rows, limits.max_outputs, limits.pages
         rows, numbers = len(batch.tokens), batch.outputs
+        tables = batch.pages[:, :width] if len(batch.pages) <= rows else limits.tables(batch)
         outputs = len(numbers)
         if self._read is not None:
             self._read.synchronize()
