@@ -6,6 +6,7 @@ Without a GPU Triton's interpreter runs the kernels, so few tokens must do.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from device_support import FAMILIES, GLM
@@ -14,6 +15,7 @@ from gpu_support import IDS, cpu_logits, logits, opened, same_bits
 from picaflor.convert.converter import ConvertOptions, convert
 from picaflor.convert.policy import Policy
 from picaflor.errors import UnsupportedKernel
+from picaflor.runtime.plan import EngineOptions, load_backend
 
 
 @pytest.mark.parametrize(("form", "size"), [("int8-row", 64), ("int4-grouped", 16)])
@@ -60,6 +62,15 @@ def test_what_nothing_stands_in_for_is_refused_by_name(cell: str) -> None:
         opened(GLM, backend="cuda", disable=(f"cuda.{cell}",)),
     ):
         pass
+
+
+@pytest.mark.parametrize("device", ["0", "0,1"])
+def test_the_cpu_that_stands_in_has_its_own_instruction_set(device: str) -> None:
+    options = EngineOptions(backend="cuda", threads=1, device=device, disable=("cuda.matmul",))
+    backend: Any = load_backend(options, lambda text: None)
+    route = backend.table.route("matmul", "f32", "cuda")
+    assert [cell.backend for cell in route] == ["cuda", "cpu"]
+    assert [backend.isa_of(cell) for cell in route] == [backend.isa, load_backend(EngineOptions(), print).isa]
 
 
 def test_what_is_switched_off_on_several_devices() -> None:

@@ -22,7 +22,7 @@ from picaflor.backends.cpu.threads import default_threads
 from picaflor.backends.held import Matrices
 from picaflor.backends.host import HostTwin
 from picaflor.backends.programs import DeviceFailed, Guard
-from picaflor.backends.table import NO_FORMAT, CapabilityTable
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.formats.base import F32
 
 
@@ -98,6 +98,10 @@ class DeviceBackend(ABC):
             self.table.announce()
             self._sampled = True
         return sample_on_host(logits, temperature=temperature, top_p=top_p, uniform=uniform)
+
+    def isa_of(self, cell: Cell) -> str:
+        """What the kernels behind a selected cell run on: the device, or the CPU that stands in for it."""
+        return self.isa if cell.backend == self.name else DeviceBackend.on_host(self).isa
 
     def kv_bytes(self) -> int:
         """Bytes of key-value pages that have been written to so far, on the device."""

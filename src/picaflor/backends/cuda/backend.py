@@ -28,7 +28,7 @@ from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.backends.cuda.weights import Matrices
 from picaflor.backends.device import DeviceBackend
 from picaflor.backends.host import HostTwin
-from picaflor.backends.table import CapabilityTable, Cell
+from picaflor.backends.table import CapabilityTable
 from picaflor.device_memory import DeviceMemory
 from picaflor.errors import OutOfBudget, UnsupportedKernel, UsageError
 from picaflor.formats.base import F32
@@ -251,10 +251,6 @@ class CudaBackend(DeviceBackend):
         """One token from logits `[vocabulary]` of the host, on the device; argmax at temperature 0 or below."""
         with current(self.device):
             return self._drawing.sample(logits, temperature=temperature, top_p=top_p, uniform=uniform)
-
-    def isa_of(self, cell: Cell) -> str:
-        """The architecture that the kernels behind a selected cell run on."""
-        return self.isa
 
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: where experts do not all fit, what is on its way between the host

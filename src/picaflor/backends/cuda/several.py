@@ -214,8 +214,8 @@ class SeveralBackend:
             backend.graphs = may
 
     def isa_of(self, cell: Cell) -> str:
-        """The architectures that the kernels behind a selected cell run on."""
-        return self.isa
+        """What the kernels behind a selected cell run on."""
+        return self.isa if cell.backend == self.name else self.backends[0].isa_of(cell)
 
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes."""

@@ -22,7 +22,7 @@ from picaflor.backends.metal.experts import MOST_GROWTH, Experts
 from picaflor.backends.metal.library import CACHE_BYTES, copied, mx, on_host
 from picaflor.backends.metal.recorder import MetalRecorder
 from picaflor.backends.metal.weights import Matrices
-from picaflor.backends.table import CapabilityTable, Cell
+from picaflor.backends.table import CapabilityTable
 from picaflor.errors import OutOfBudget, UsageError
 from picaflor.formats.base import F32
 from picaflor.sizes import format_bytes
@@ -94,10 +94,6 @@ class MetalBackend(DeviceBackend):
         """A parameter vector, on the host."""
         values: F32 = on_host(vector.handle)
         return values
-
-    def isa_of(self, cell: Cell) -> str:
-        """The architecture that the kernels behind a selected cell run on."""
-        return self.isa if cell.backend == self.name else self.on_host().isa
 
     def workspace_bytes(self) -> int:
         """Bytes of memory beside the host's planes: MLX's layouts, buffers and all pages of the cache."""

@@ -14,7 +14,7 @@ import numpy as np
 from picaflor.backends.api import ExpertProvider, Precision, Vector
 from picaflor.backends.batches import Limits
 from picaflor.backends.device import DeviceBackend
-from picaflor.backends.table import CapabilityTable, Cell
+from picaflor.backends.table import CapabilityTable
 from picaflor.backends.vulkan import capabilities
 from picaflor.backends.vulkan.capabilities import NAME
 from picaflor.backends.vulkan.device import open_gpu
@@ -98,10 +98,6 @@ class VulkanBackend(DeviceBackend):
         """A parameter vector, on the host."""
         handle: VectorBuffer = vector.handle
         return handle.host
-
-    def isa_of(self, cell: Cell) -> str:
-        """What the kernels behind a selected cell run on."""
-        return self.isa
 
     def workspace_bytes(self) -> int:
         """Bytes of host memory that running takes: the buffers are on the device."""
