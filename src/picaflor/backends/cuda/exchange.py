@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HOST_ROWS: Final = 64
 """Most rows of a step whose missing experts the host computes. It reads an expert about as fast as it could copy it to
 pinned memory, so computing is sooner done than sending, until each expert has many rows: with a quarter of glm-mid's
-experts on an H200, 16 processors took 54, 67 and 81 ms for steps of 16, 32 and 64 rows; sending took 215 to 269."""
+experts on an H200, 16 processors took 54 to 81 ms for steps of 16 to 64 rows; sending took 179 to 284."""
 
 
 def exchange_bytes(layers: Sequence[HeldLayer]) -> int:
