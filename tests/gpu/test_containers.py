@@ -42,9 +42,9 @@ def test_what_is_switched_off_is_computed_by_the_host(cells: tuple[str, ...]) ->
     """With the same bits, told and counted; the host keeps the matrices that it multiplies, and no other."""
     warnings: list[str] = []
     names = tuple(f"cuda.{cell}" for cell in cells)
-    ids = IDS[:3]
+    ids = IDS[:2]
     with opened(GLM, backend="cuda", disable=names, warnings=warnings) as engine:
-        assert same_bits(logits(engine, ids, chunk=2), cpu_logits(GLM, ids))
+        assert same_bits(logits(engine, ids, chunk=1), cpu_logits(GLM, ids))
         fallbacks, kernels = engine.record().fallbacks, engine.record().kernels
         held = sum(bool(plane.any()) for plane in engine.plan.resident_memory)
         assert engine.plan.backend.calls["attention"] == 2 * 5
