@@ -99,6 +99,7 @@ def drawn(backend: CudaBackend, row: F32, chances: list[Chance]) -> list[int]:
 def test_draws_at_the_very_borders(backend: CudaBackend) -> None:
     equal = np.zeros(4, np.float32)  # each counts 2^42
     assert drawn(backend, equal, [Chance(1.0, 1.0, k / 4) for k in range(4)]) == [0, 1, 2, 3]
+    assert drawn(backend, np.zeros(8192, np.float32), [Chance(1.0, 1.0, 0.5)]) == [4096]
     last = 1 - 2.0**-53
     quarter, more = 2.0**-2, 2.0**-2 + 2.0**-46  # more: a sixteenth of one count
     assert drawn(backend, equal, [Chance(1.0, p, last) for p in (0.0, quarter, more, last)]) == [0, 0, 1, 3]
@@ -106,13 +107,13 @@ def test_draws_at_the_very_borders(backend: CudaBackend) -> None:
 
 def test_equals_that_top_p_keeps_in_part_lie_in_several_pieces_of_a_row(backend: CudaBackend) -> None:
     """10 equals in front, 10 behind the first 4096; likelier tokens beside both. Two of the latter equals are kept."""
-    row = np.full(6000, -np.inf, np.float32)
+    row = np.full(10_000, -np.inf, np.float32)
     row[100:110] = row[5000:5010] = 0.0
-    row[50] = row[5800] = np.log(np.float32(10))
+    row[50] = row[9000] = np.log(np.float32(10))
     parts = 2 * 10 + 12  # of 40
     picked = (9, 10, 19, 20, 21, 22, 31)
     tokens = drawn(backend, row, [Chance(1.0, (parts - 0.5) / 40, (k + 0.5) / parts) for k in picked])
-    wanted = [50] * 10 + [*range(100, 110), 5000, 5001] + [5800] * 10
+    wanted = [50] * 10 + [*range(100, 110), 5000, 5001] + [9000] * 10
     assert tokens == [wanted[k] for k in picked]
 
 

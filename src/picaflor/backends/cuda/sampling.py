@@ -72,119 +72,156 @@ def _key(weight):
 
 @triton.jit
 def _weigh(logits, logits_row, finite, chances, weights, sums, bins, n, blocks, B: tl.constexpr, BLOCKS: tl.constexpr):
-    # Weights as whole numbers in float32, their sum per block, and by the first bits of their keys.
+    # Weights as whole numbers in float32, their sum per block, and by the first bits of their keys. Sums of a row are
+    # 0 if it is greedy, or colder than floats can say, or without a finite logit.
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     temperature = tl.load(chances + row * 3).to(tl.float32)
     order = _largest(finite + row * blocks, blocks, BLOCKS)
+    total = tl.full((), 0, tl.int64)
     if (temperature > 0.0) & (order >= 0):
         top = tl.div_rn(tl.load(logits + row * logits_row + _token_of(order)), temperature)
-        if top - top == 0.0:  # else colder than floats can say
+        if top - top == 0.0:
             token = block * B + tl.arange(0, B)
             x = tl.load(logits + row * logits_row + token, mask=token < n, other=float("-inf"))
             weight = tl.where(x - x == 0.0, exp(tl.div_rn(x, temperature) - top), 0.0)
             count = (weight * _SCALE).to(tl.int64)
             whole = count.to(tl.float32)
             tl.store(weights + row * n + token, whole, mask=token < n)
-            tl.store(sums + row * blocks + block, tl.sum(count, axis=0))
+            total = tl.sum(count, axis=0)
             if tl.load(chances + row * 3 + 1) < 1.0:
                 tl.atomic_add(bins + row * 3072 + (_key(whole) >> 18), count, mask=count > 0, sem="relaxed")
+    tl.store(sums + row * blocks + block, total)
+
+
+@triton.jit
+def _sum(sums, blocks, BLOCKS: tl.constexpr):
+    at = tl.arange(0, BLOCKS)
+    return tl.sum(tl.load(sums + at, mask=at < blocks, other=0), axis=0)
 
 
 @triton.jit
 def _crossing(bins, above, needed, N: tl.constexpr):
     """The last of N bins from which on, with `above`, the sums reach `needed`; and `above` with all bins behind it."""
     at = tl.arange(0, N)
-    here = tl.load(bins + at, volatile=True)
+    here = tl.load(bins + at)
     behind = above + tl.sum(here, axis=0) - tl.cumsum(here, axis=0)
     chosen = tl.max(tl.where(behind + here >= needed, at, 0), axis=0)
     return chosen, tl.sum(tl.where(at == chosen, behind, 0), axis=0)
 
 
 @triton.jit
-def _refine(weights, bins, n, prefix, SHIFT: tl.constexpr, C: tl.constexpr):
-    """Sums by the next 9 bits of the weights whose key begins with `prefix`."""
-    following = tl.load(weights + tl.arange(0, C), mask=tl.arange(0, C) < n, other=0.0)
-    for i in range(0, n, C):
-        weight = following
-        after = i + C + tl.arange(0, C)
-        following = tl.load(weights + after, mask=after < n, other=0.0)
-        key = _key(weight)
-        mine = ((key >> (SHIFT + 9)) == prefix) & (key > 0)
-        tl.atomic_add(bins + ((key >> SHIFT) & 511), weight.to(tl.int64), mask=mine, sem="relaxed")
-    tl.debug_barrier()
+def _cut(bins, needed, LEVELS: tl.constexpr):
+    """The first 11, 20 or 29 bits of the key at which the largest weights reach `needed`; the sum of those above it."""
+    prefix, above = _crossing(bins, tl.full((), 0, tl.int64), needed, 2048)
+    if LEVELS >= 2:
+        second, above = _crossing(bins + 2048, above, needed, 512)
+        prefix = prefix * 512 + second
+    if LEVELS >= 3:
+        third, above = _crossing(bins + 2560, above, needed, 512)
+        prefix = prefix * 512 + third
+    return prefix, above
 
 
 @triton.jit
-def _pick(weights, n, least, ties, passed, C: tl.constexpr):
-    """The first token at which the sum of kept weights is above `passed`: those with keys above `least`, and of those
-    with that very key the first `ties`."""
-    tied = (least + (_ONE - 1)).to(tl.float32, bitcast=True).to(tl.int64)
-    start = 0
-    reached = tl.full((), 0, tl.int64)
-    equal = tl.full((), 0, tl.int64)
-    reached_there = reached
-    equal_there = equal
-    following = tl.load(weights + tl.arange(0, C), mask=tl.arange(0, C) < n, other=0.0)
-    for i in range(0, n, C):
-        weight = following
-        after = i + C + tl.arange(0, C)
-        following = tl.load(weights + after, mask=after < n, other=0.0)
+def _needed(top_p, mass):
+    """The whole number that the kept weights must reach; at most the sum, as top_p is below 1."""
+    wanted = top_p * mass.to(tl.float64)
+    needed = wanted.to(tl.int64)
+    needed += (needed.to(tl.float64) < wanted).to(tl.int64)
+    return tl.maximum(needed, 1)
+
+
+@triton.jit
+def _refine(chances, weights, sums, bins, n, blocks, SHIFT: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr):
+    # Sums by the next 9 bits of the weights whose keys begin as that of the least one that is kept.
+    row = tl.program_id(0).to(tl.int64)
+    mass = _sum(sums + row * blocks, blocks, BLOCKS)
+    top_p = tl.load(chances + row * 3 + 1)
+    if (mass > 0) & (top_p < 1.0):
+        mine = bins + row * 3072
+        prefix, _ = _cut(mine, _needed(top_p, mass), 1 if SHIFT == 9 else 2)
+        token = tl.program_id(1) * C + tl.arange(0, C)
+        weight = tl.load(weights + row * n + token, mask=token < n, other=0.0)
         key = _key(weight)
-        start = tl.where(reached <= passed, i, start)
-        reached_there = tl.where(reached <= passed, reached, reached_there)
-        equal_there = tl.where(reached <= passed, equal, equal_there)
-        same = tl.sum(((key == least) & (key > 0)).to(tl.int32), axis=0).to(tl.int64)
-        kept = tl.minimum(tl.maximum(ties - equal, 0), same)
-        reached += tl.sum(tl.where(key > least, weight, 0.0).to(tl.int64), axis=0) + kept * tied
-        equal += same
-    token = start + tl.arange(0, C)
+        inside = ((key >> (SHIFT + 9)) == prefix) & (key > 0)
+        next_bins = mine + (2048 if SHIFT == 9 else 2560)
+        tl.atomic_add(next_bins + ((key >> SHIFT) & 511), weight.to(tl.int64), mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _weight_of(key):
+    return (key + (_ONE - 1)).to(tl.int32).to(tl.float32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _keep(chances, weights, sums, bins, parts, kept, n, blocks, pieces, C: tl.constexpr, BLOCKS: tl.constexpr):
+    # Per piece the sum of the weights above the least key that is kept, and how many have that very key. Per row that
+    # key, how many of it are kept, and the sum that the token's is to exceed.
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    mass = _sum(sums + row * blocks, blocks, BLOCKS)
+    if mass > 0:
+        least = 0
+        ties = tl.full((), 0, tl.int64)
+        top_p = tl.load(chances + row * 3 + 1)
+        if top_p < 1.0:
+            needed = _needed(top_p, mass)
+            least, above = _cut(bins + row * 3072, needed, 3)
+            tied = _weight_of(least)
+            ties = (needed - above + tied - 1) // tied
+            mass = above + ties * tied
+        token = piece * C + tl.arange(0, C)
+        weight = tl.load(weights + row * n + token, mask=token < n, other=0.0)
+        key = _key(weight)
+        at = parts + row * pieces * 2 + piece
+        tl.store(at, tl.sum(tl.where(key > least, weight, 0.0).to(tl.int64), axis=0))
+        tl.store(at + pieces, tl.sum(((key == least) & (key > 0)).to(tl.int64), axis=0))
+        if piece == 0:
+            uniform = tl.load(chances + row * 3 + 2)
+            tl.store(kept + row * 3, least)
+            tl.store(kept + row * 3 + 1, ties)
+            tl.store(kept + row * 3 + 2, tl.minimum((uniform * mass.to(tl.float64)).to(tl.int64), mass - 1))
+
+
+@triton.jit
+def _pick(weights, parts, least, ties, passed, n, pieces, PIECES: tl.constexpr, C: tl.constexpr):
+    """The first token at which the sum of kept weights is above `passed`."""
+    tied = _weight_of(least)
+    at = tl.arange(0, PIECES)
+    over = tl.load(parts + at, mask=at < pieces, other=0)
+    same = tl.load(parts + pieces + at, mask=at < pieces, other=0)
+    equal = tl.cumsum(same, axis=0) - same
+    mass = over + tl.minimum(tl.maximum(ties - equal, 0), same) * tied
+    reached = tl.cumsum(mass, axis=0)
+    piece = tl.min(tl.where(reached > passed, at, 2147483647), axis=0)
+    before = tl.sum(tl.where(at == piece, reached - mass, 0), axis=0)
+    equal_before = tl.sum(tl.where(at == piece, equal, 0), axis=0)
+    token = piece * C + tl.arange(0, C)
     weight = tl.load(weights + token, mask=token < n, other=0.0)
-    key = _key(weight)
+    key = _key(weight).to(tl.int64)
     same_here = ((key == least) & (key > 0)).to(tl.int64)
-    turn = equal_there + tl.cumsum(same_here, axis=0)
+    turn = equal_before + tl.cumsum(same_here, axis=0)
     keep = (key > least) | ((same_here > 0) & (turn <= ties))
-    total = reached_there + tl.cumsum(tl.where(keep, weight, 0.0).to(tl.int64), axis=0)
+    total = before + tl.cumsum(tl.where(keep, weight, 0.0).to(tl.int64), axis=0)
     return tl.min(tl.where(keep & (total > passed), token, 2147483647), axis=0)
 
 
 @triton.jit
-def _choose(logits, logits_row, best, finite, chances, weights, sums, bins, out, n, blocks,
-            BLOCKS: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _choose(best, finite, chances, weights, sums, parts, kept, out, n, blocks, pieces, BLOCKS: tl.constexpr,
+            PIECES: tl.constexpr, C: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(chances + row * 3).to(tl.float32)
-    top_p = tl.load(chances + row * 3 + 1)
-    uniform = tl.load(chances + row * 3 + 2)
     order = _largest(finite + row * blocks, blocks, BLOCKS)
     token = 0
     if temperature <= 0.0:
         token = _token_of(_largest(best + row * blocks, blocks, BLOCKS)).to(tl.int32)
     elif order >= 0:
-        top = tl.div_rn(tl.load(logits + row * logits_row + _token_of(order)), temperature)
-        token = _token_of(order).to(tl.int32)
-        if top - top == 0.0:  # else colder than floats can say: greedy
-            at = tl.arange(0, BLOCKS)
-            mass = tl.sum(tl.load(sums + row * blocks + at, mask=at < blocks, other=0), axis=0)
-            least = 0
-            ties = tl.full((), 0, tl.int64)
-            mine = bins + row * 3072
-            if top_p < 1.0:
-                wanted = top_p * mass.to(tl.float64)
-                needed = wanted.to(tl.int64)
-                needed += (needed.to(tl.float64) < wanted).to(tl.int64)
-                needed = tl.maximum(needed, 1)  # and at most the sum, as top_p is below 1
-                first, above = _crossing(mine, tl.full((), 0, tl.int64), needed, 2048)
-                _refine(weights + row * n, mine + 2048, n, first, 9, C)
-                second, above = _crossing(mine + 2048, above, needed, 512)
-                second = first * 512 + second
-                _refine(weights + row * n, mine + 2560, n, second, 0, C)
-                third, above = _crossing(mine + 2560, above, needed, 512)
-                least = second * 512 + third
-                tied = (least + (_ONE - 1)).to(tl.float32, bitcast=True).to(tl.int64)
-                ties = (needed - above + tied - 1) // tied
-                mass = above + ties * tied
-            passed = tl.minimum((uniform * mass.to(tl.float64)).to(tl.int64), mass - 1)
-            token = _pick(weights + row * n, n, least, ties, passed, C)
+        token = _token_of(order).to(tl.int32)  # colder than floats can say: greedy
+        if _sum(sums + row * blocks, blocks, BLOCKS) > 0:
+            at = kept + row * 3
+            token = _pick(weights + row * n, parts + row * pieces * 2, tl.load(at), tl.load(at + 1), tl.load(at + 2),
+                          n, pieces, PIECES, C)  # fmt: skip
     tl.store(out + row * 2, token)
     tl.store(out + row * 2 + 1, (order >= 0).to(tl.int32))
 
@@ -211,7 +248,8 @@ class Drawer:
         rows, n = logits.shape
         if n > MOST_TOKENS:
             raise ValueError(f"a row of {n} logits; accepted: up to {MOST_TOKENS}")
-        blocks = triton.cdiv(n, BLOCK)
+        blocks, piece = triton.cdiv(n, BLOCK), columns(n, most=4096)
+        pieces = triton.cdiv(n, piece)
         table = self._kept("host chances", (rows, 3), torch.float64, host=True)
         table.numpy()[:] = [[np.float32(chance.temperature), chance.top_p, chance.uniform] for chance in chances]
         given = self._kept("chances", (rows, 3), torch.float64)
@@ -219,20 +257,21 @@ class Drawer:
         best, finite, sums = (self._kept(name, (rows, blocks), torch.int64) for name in ("best", "finite", "sums"))
         bins = self._kept("bins", (rows, BINS), torch.int64)
         out = self._kept("out", (rows, 2), torch.int32)
-        wide = triton.next_power_of_2(blocks)
-        grid = (rows, blocks)
-        _best[grid](logits, logits.stride(0), best, finite, bins, n, blocks, B=BLOCK, num_warps=4, **EXACT)
+        parts, kept = self._kept("parts", (rows, 2 * pieces), torch.int64), self._kept("kept", (rows, 3), torch.int64)
         drawn = any(chance.temperature > 0 for chance in chances)
         weights = self._kept("weights", (rows, n), torch.float32) if drawn else logits
+        wide: dict[str, Any] = {"BLOCKS": triton.next_power_of_2(blocks), **EXACT}
+        grid, cut = (rows, blocks), (rows, pieces)
+        _best[grid](logits, logits.stride(0), best, finite, bins, n, blocks, B=BLOCK, num_warps=4, **EXACT)
         if drawn:
-            _weigh[grid](
-                logits, logits.stride(0), finite, given, weights, sums, bins, n, blocks, B=BLOCK, BLOCKS=wide,
-                num_warps=4, **EXACT,
-            )  # fmt: skip
-        _choose[(rows,)](
-            logits, logits.stride(0), best, finite, given, weights, sums, bins, out, n, blocks, BLOCKS=wide,
-            C=columns(n, most=4096), num_warps=16, **EXACT,
-        )  # fmt: skip
+            _weigh[grid](logits, logits.stride(0), finite, given, weights, sums, bins, n, blocks, B=BLOCK, num_warps=4,
+                         **wide)  # fmt: skip
+            if any(chance.top_p < 1 for chance in chances):
+                for shift in (9, 0):
+                    _refine[cut](given, weights, sums, bins, n, blocks, SHIFT=shift, C=piece, num_warps=8, **wide)
+            _keep[cut](given, weights, sums, bins, parts, kept, n, blocks, pieces, C=piece, num_warps=8, **wide)
+        _choose[(rows,)](best, finite, given, weights, sums, parts, kept, out, n, blocks, pieces, C=piece,
+                         PIECES=triton.next_power_of_2(pieces), num_warps=16, **wide)  # fmt: skip
         found = self._kept("host out", (rows, 2), torch.int32, host=True)
         found.copy_(out, non_blocking=True)
         return found
