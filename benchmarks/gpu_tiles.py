@@ -28,9 +28,8 @@ FEW_TILES = 6
 SHAPES = ((2048, 6144), (6144, 2048), (16384, 2048), (16384, 6144))
 TILES = [
     ManyTile(64, 128, 2, 3), ManyTile(64, 128, 1, 3), ManyTile(64, 64, 2, 3), ManyTile(64, 64, 1, 3),
-    ManyTile(64, 64, 1, 3, ahead=True), ManyTile(64, 128, 1, 3, ahead=True), ManyTile(64, 64, 1, 4, ahead=True),
-    ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 4), ManyTile(64, 32, 1, 3, ahead=True),
-    ManyTile(128, 64, 1, 3, ahead=True), ManyTile(128, 128, 1, 3, 8),
+    ManyTile(64, 64, 1, 4), ManyTile(128, 64, 1, 3), ManyTile(64, 128, 1, 4), ManyTile(64, 32, 1, 3),
+    ManyTile(128, 128, 1, 3, 8),
 ]  # fmt: skip
 
 

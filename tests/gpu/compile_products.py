@@ -106,10 +106,18 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
         few = {**common, **row_constants("", number, 0, 0), "BO": 16}
         yield matmul._few_integers, few, {}, 4
         many = {**common, "FORMAT": number, "GROUP": GROUPS[number], "PADDED": 64, "EVEN": True, "UNROLL": 1}
-        yield matmul._many_integers, {**many, "BO": 64, "BS": 16, "AHEAD": False, "PIECE": False}, {}, 4
-    for planes in (1, 2):
-        many = {"FORMAT": 6, "GROUP": 64, "PADDED": 64, "EVEN": True, "UNROLL": 1, "PLANES": planes, "NATIVE": native}
-        yield matmul._many_integers, {**many, "BO": 64, "BS": 64, "AHEAD": True, "PIECE": True}, {}, 4
+        yield matmul._many_integers, {**many, "BO": 64, "BS": 16, "PIECE": False}, {}, 4
+    for planes, unroll, even in ((1, 1, True), (1, 2, True), (2, 1, True), (2, 2, False)):
+        many = {
+            "FORMAT": 6,
+            "GROUP": 64,
+            "PADDED": 64,
+            "EVEN": even,
+            "UNROLL": unroll,
+            "PLANES": planes,
+            "NATIVE": native,
+        }
+        yield matmul._many_integers, {**many, "BO": 64, "BS": 64, "PIECE": True}, {}, 4
     for number in (0, 1, 2, 10):
         yield matmul._floats, {"FORMAT": number, "UNROLL": 8, "EVEN": False, "BO": 16, "BS": 8}, {}, 4
         yield matmul._floats, {"FORMAT": number, "UNROLL": 32, "EVEN": True, "BO": 2, "BS": 1}, {}, 1

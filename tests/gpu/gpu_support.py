@@ -20,7 +20,11 @@ from device_support import IDS, logits, opened  # noqa: E402
 
 from picaflor.formats.base import F32  # noqa: E402
 
-__all__ = ["IDS", "cpu_logits", "logits", "opened", "same_bits", "torch"]
+__all__ = ["IDS", "cpu_logits", "logits", "opened", "same_bits", "torch", "two_devices"]
+
+two_devices = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has one GPU"
+)
 
 
 def cpu_logits(name: str, ids: Any, **options: Any) -> F32:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from device_support import FAMILIES, GLM
-from gpu_support import IDS, cpu_logits, logits, opened, same_bits
+from gpu_support import IDS, cpu_logits, logits, opened, same_bits, two_devices
 
 from picaflor.convert.converter import ConvertOptions, convert
 from picaflor.convert.policy import Policy
@@ -64,7 +64,7 @@ def test_what_nothing_stands_in_for_is_refused_by_name(cell: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("device", ["0", "0,1"])
+@pytest.mark.parametrize("device", ["0", pytest.param("0,1", marks=two_devices)])
 def test_the_cpu_that_stands_in_has_its_own_instruction_set(device: str) -> None:
     options = EngineOptions(backend="cuda", threads=1, device=device, disable=("cuda.matmul",))
     backend: Any = load_backend(options, lambda text: None)
@@ -73,6 +73,7 @@ def test_the_cpu_that_stands_in_has_its_own_instruction_set(device: str) -> None
     assert [backend.isa_of(cell) for cell in route] == [backend.isa, load_backend(EngineOptions(), print).isa]
 
 
+@two_devices
 def test_what_is_switched_off_on_several_devices() -> None:
     """Each keeps its layers' matrices for the host."""
     disable = ("cuda.matmul.int4-grouped", "cuda.expert_ffn.int4-row")

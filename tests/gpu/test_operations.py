@@ -6,11 +6,12 @@ Without a GPU Triton's interpreter runs the kernels: the cases that take it long
 from __future__ import annotations
 
 import gpu_support
+import numpy as np
 import pytest
 
 from picaflor.backends.cuda import capabilities
 from picaflor.conformance import suite
-from picaflor.conformance.case import Case, Prepared
+from picaflor.conformance.case import Case, Prepared, make_batch
 from picaflor.conformance.check import compare, differing
 from picaflor.conformance.verify import Variant, What, open_device, variants
 from picaflor.runtime.plan import EngineOptions, load_backend
@@ -48,6 +49,20 @@ def test_the_bits_are_those_of_the_cpu(case: Case) -> None:
     wanted = prepared.run(open_device(What("cpu"), Variant("auto", 1), "standard"))
     assert compare(found, prepared.expected("standard"), "standard").fault == ""
     assert differing(found, wanted) == 0
+
+
+def test_a_program_of_nothing() -> None:
+    """What a planted fault leaves of a single operation that it drops."""
+    recorder = load_backend(EngineOptions(backend="cuda", threads=1), lambda text: None).recorder(
+        max_rows=2, max_outputs=2, page_tokens=16, pages=1
+    )
+    x = recorder.rows(3)
+    program = recorder.finish()
+    given = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for _ in range(3):
+        program.write(x, given)
+        program.run(make_batch(range(2), pages=np.zeros((1, 1), np.int32)))
+        assert np.array_equal(program.view(x, 2), given)
 
 
 def test_a_device_is_one_variant_that_runs_twice() -> None:

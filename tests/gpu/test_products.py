@@ -114,21 +114,27 @@ def test_rows_that_lie_group_by_group(name: str, group: int, monkeypatch: pytest
         assert scales[3 * scale_row + g * scale_step] == alone.scales[0, g].cpu()
 
 
-@pytest.mark.parametrize(("name", "group"), [("int4-grouped", 64), ("mxfp4", 0)])
-def test_scales_that_are_asked_for_ahead(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tile ends behind the last row of both, the other does not; the memory ends with the rows."""
+@pytest.mark.parametrize(
+    ("name", "group", "cols", "unroll"),
+    [("int4-grouped", 64, 370, 1), ("int4-grouped", 64, 370, 2), ("mxfp4", 0, 384, 2)],
+)
+def test_tiles_of_rows_that_lie_by_group(
+    name: str, group: int, cols: int, unroll: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tile ends behind the last row of both, the other does not; the last group has 50 inputs; the memory ends
+    with the rows."""
     monkeypatch.setattr(prepare, "BY_ROW", 9)
     monkeypatch.setattr(matmul, "BY_ROW", 9)
     rng = np.random.default_rng(9)
-    planes = formats.REGISTRY[name].sample(rng, 70, 320, group)
-    weight = device_formats.hold(name, (70, 320), group, planes, DEVICE)
-    x = activations(rng, 21, 320)
-    expected = kernels.matmul(kernels.hold(name, planes, 70, 320, group), x, planes=kernels.PLANES["standard"])
+    planes = formats.REGISTRY[name].sample(rng, 70, cols, group)
+    weight = device_formats.hold(name, (70, cols), group, planes, DEVICE)
+    x = activations(rng, 21, cols)
+    expected = kernels.matmul(kernels.hold(name, planes, 70, cols, group), x, planes=kernels.PLANES["standard"])
     needs = device_formats.needs(name, group, "standard")
     assert needs is not None
     rows = prepare.prepare(torch.from_numpy(x).to(DEVICE), needs)
     out = torch.full((21, 70), float("nan"), device=DEVICE)
-    matmul.launch_many(rows, weight, out, 21, tiles.ManyTile(64, 16, 1, 2, ahead=True))
+    matmul.launch_many(rows, weight, out, 21, tiles.ManyTile(64, 16, unroll, 2))
     assert same_bits(out.cpu().numpy(), expected)
 
 

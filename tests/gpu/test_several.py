@@ -13,7 +13,7 @@ from typing import Any
 import convert_models as tiny
 import numpy as np
 import pytest
-from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch
+from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch, two_devices
 
 from picaflor.backends.api import Chance, draw_rows
 from picaflor.backends.cuda import several
@@ -30,9 +30,7 @@ from picaflor.telemetry.report import rows
 GLM = "tiny_glm_int4g64"
 TWO = {"backend": "cuda", "device": "0,1"}
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has one GPU"
-)
+pytestmark = two_devices
 
 
 @pytest.fixture(scope="module")

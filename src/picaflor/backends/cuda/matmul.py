@@ -19,7 +19,7 @@ from picaflor.backends.cuda.formats import DeviceWeight, Tensor, lattice
 from picaflor.backends.cuda.launches import blocks, pieces
 from picaflor.backends.cuda.overlap import chained, take_turn
 from picaflor.backends.cuda.prepare import BY_ROW, Prepared, prepare
-from picaflor.backends.cuda.products import float_tile, integer_tile, integer_tile_ahead, row_product
+from picaflor.backends.cuda.products import float_tile, integer_tile, row_product
 from picaflor.backends.cuda.tiles import (
     CACHED_BYTES,
     ROWS_OF_FLOATS,
@@ -69,23 +69,15 @@ def _many_integers(codes, scales, lattice, from_rows, rows, cols, row_bytes, gro
                    group_length, xs, xs_stride, xs_group_stride, out, out_stride, count, FORMAT: tl.constexpr,
                    GROUP: tl.constexpr, PADDED: tl.constexpr,
                    PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr, BO: tl.constexpr,
-                   BS: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
-                   PIECE: tl.constexpr):  # fmt: skip
+                   BS: tl.constexpr, UNROLL: tl.constexpr, PIECE: tl.constexpr):  # fmt: skip
     o = from_rows + tl.program_id(0) * BO + tl.arange(0, BO)
     s = tl.program_id(1) * BS + tl.arange(0, BS)
     row = tl.minimum(o, rows - 1)
     column = tl.minimum(s, count - 1).to(tl.int64)
     places = s if PIECE else column
-    if AHEAD:
-        y = integer_tile_ahead(codes, scales, lattice, row, cols, row_bytes, groups, digits, plane, length,
-                               group_length, xs, xs_stride, xs_group_stride, column, places, FORMAT, GROUP, PADDED,
-                               PLANES,
-                               EVEN, NATIVE, BO, BS)  # fmt: skip
-    else:
-        y = integer_tile(codes, scales, lattice, row, cols, row_bytes, groups, digits, plane, length, group_length, xs,
-                         xs_stride, xs_group_stride, column, places, FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO,
-                         BS,
-                         UNROLL)  # fmt: skip
+    y = integer_tile(codes, scales, lattice, row, cols, row_bytes, groups, digits, plane, length, group_length, xs,
+                     xs_stride, xs_group_stride, column, places, FORMAT, GROUP, PADDED, PLANES, EVEN, NATIVE, BO, BS,
+                     UNROLL)  # fmt: skip
     at = out + s.to(tl.int64)[None, :] * out_stride + o[:, None]
     tl.store(at, y, mask=(s < count)[None, :] & (o < rows)[:, None])
 
@@ -177,7 +169,6 @@ def launch_many(rows: Prepared, weight: DeviceWeight, out: Tensor, count: int, t
         given, constants = _common(rows, weight, start, stop)
         _many_integers[(blocks(start, stop, tile.rows), blocks(first, last, tile.columns))](
             *given, *rows.tile(count, first), out[first:], out.stride(0), last - first, EVEN=even, NATIVE=native(),
-            BO=tile.rows, BS=tile.columns, UNROLL=tile.unroll, AHEAD=tile.ahead, PIECE=count > BY_ROW,
-            num_warps=tile.warps,
+            BO=tile.rows, BS=tile.columns, UNROLL=tile.unroll, PIECE=count > BY_ROW, num_warps=tile.warps,
             num_stages=tile.stages, **constants, **EXACT,
         )  # fmt: skip

@@ -220,43 +220,6 @@ def integer_tile(codes, scales, lattice, o, cols, row_bytes, groups, digits, pla
 
 
 @triton.jit
-def _bring_near(pointers):
-    """Asks for a line of memory that a later load will want (NVIDIA)."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def integer_tile_ahead(codes, scales, lattice, o, cols, row_bytes, groups, digits, plane, length, group_length, xs,
-                       xs_stride, xs_group_stride, s, places, FORMAT: tl.constexpr, GROUP: tl.constexpr,
-                       PADDED: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr, NATIVE: tl.constexpr,
-                       BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
-    """As `integer_tile` where few programs share a processor: each step's scales are asked for a step before, and the
-    lines in which those of the matrix lie fifteen steps before."""
-    number = o.to(tl.int64)
-    row = codes + number * row_bytes
-    x = (digits + s * length)[None, :]
-    steps = xs + places * xs_stride
-    far = scales.to(tl.int64) + number * groups * 4 + 60  # at most 64 bytes behind the end, where there is slack
-    acc = tl.zeros((BO, BS), tl.float32)
-    w = scale(row, scales, number, 0, o >= 0, groups, FORMAT)
-    v = tl.load(steps)
-    for g in range(0, groups):
-        ahead = tl.minimum(g + 1, groups - 1)
-        next_w = scale(row, scales, number, ahead, o >= 0, groups, FORMAT)
-        next_v = tl.load(steps + ahead * xs_group_stride)
-        if NATIVE and FORMAT == 6:
-            _bring_near(far + g * 4)
-        dot = _tile_dot(row[:, None], x, g, group_length, cols, row_bytes, lattice, plane, FORMAT, GROUP, PADDED,
-                        PLANES, EVEN, NATIVE, BO, BS)  # fmt: skip
-        acc = tl.fma(dot, w[:, None] * v[None, :], acc)
-        w = next_w
-        v = next_v
-    return acc
-
-
-@triton.jit
 def float_tile(codes, scales, o, cols, row_bytes, x, FORMAT: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
                BO: tl.constexpr, BS: tl.constexpr):  # fmt: skip
     """Rows `o` `[BO]` of a float-coded matrix times float32 rows at the addresses `x` `[BS]`: float32 `[BS, BO]`.

@@ -331,6 +331,8 @@ class CudaProgram(DeviceProgram):
 
     def _launch(self, frame: Frame, steps: Sequence[Step]) -> None:
         for part in _parts(steps) if frame.split else [steps]:
+            if not part:  # a program of nothing
+                continue
             self._host_acts(frame, part[0])
             self._put(frame, part, self._clock)
 

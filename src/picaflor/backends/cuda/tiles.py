@@ -89,15 +89,13 @@ def tile_of_stack(format_name: str, cols: int, group_size: int, *, aligned: bool
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way, warps; whether
-    scales are asked for a step ahead."""
+    """Rows of the matrix and of activations of a program, groups of a step, stages of copies under way, warps."""
 
     rows: int
     columns: int
     unroll: int
     stages: int
     warps: int = 4
-    ahead: bool = False
 
     def shared_bytes(self, padded: int, planes: int) -> int:
         """Shared memory that the copies under way take: bytes of codes (one each at most) and digits."""
@@ -113,7 +111,7 @@ def tile_of_many(
     wide = (ManyTile(64, 128, 2, 3),) if even else ()
     if count > 64 and planes < 3 and ceil_div(rows, 64) * ceil_div(count, 128) < 2 * room:
         # One program a processor waits too much: twice as many.
-        wide = (ManyTile(64, 64, 2, 3),) if planes == 2 and groups % 2 == 0 else (ManyTile(64, 64, 1, 3, ahead=True),)
+        wide = (ManyTile(64, 64, 2 if planes == 1 and groups % 2 == 0 else 1, 3),)
     tiles = (
         *((*wide, ManyTile(64, 128, 1, 3)) if count > 64 and planes < 3 else ()),
         *((ManyTile(64, 64, 1, 3), ManyTile(64, 64, 1, 2)) if count > 16 else ()),
