@@ -160,4 +160,13 @@ def test_pieces() -> None:
     assert launches.pieces(10, 0, launches.BYTES / 4, step=3) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert launches.pieces(4, launches.OPERATIONS * 9, step=2) == [(0, 2), (2, 4)]
     assert launches.pieces(7, 1.0, most=3) == [(0, 3), (3, 6), (6, 7)]
+    for count, step in ((300, 128), (131, 64), (11, 8)):
+        assert launches.pieces(count, 1.0, step=step) == [(0, count)]
+        assert launches.pieces(count, 1.0, step=step, most=count) == [(0, count)]
+        bound = launches.OPERATIONS / (count - 1)  # all but one unit
+        for operations in (bound, launches.OPERATIONS * 9):
+            cut = launches.pieces(count, operations, step=step)
+            assert len(cut) > 1
+            assert all(start % step == 0 for start, _ in cut)
+            assert [stop for _, stop in cut] == [*(start for start, _ in cut[1:]), count]
     assert launches.pieces(2, 1.0, most=0) == [(0, 1), (1, 2)]

@@ -105,15 +105,18 @@ def test_draws_at_the_very_borders(backend: CudaBackend) -> None:
     assert drawn(backend, equal, [Chance(1.0, p, last) for p in (0.0, quarter, more, last)]) == [0, 0, 1, 3]
 
 
-def test_equals_that_top_p_keeps_in_part_lie_in_several_pieces_of_a_row(backend: CudaBackend) -> None:
+@pytest.mark.parametrize(("width", "last"), [(6000, 5800), (10_000, 9000)], ids=["same piece", "piece of its own"])
+def test_equals_that_top_p_keeps_in_part_lie_in_several_pieces_of_a_row(
+    backend: CudaBackend, width: int, last: int
+) -> None:
     """10 equals in front, 10 behind the first 4096; likelier tokens beside both. Two of the latter equals are kept."""
-    row = np.full(10_000, -np.inf, np.float32)
+    row = np.full(width, -np.inf, np.float32)
     row[100:110] = row[5000:5010] = 0.0
-    row[50] = row[9000] = np.log(np.float32(10))
+    row[50] = row[last] = np.log(np.float32(10))
     parts = 2 * 10 + 12  # of 40
     picked = (9, 10, 19, 20, 21, 22, 31)
     tokens = drawn(backend, row, [Chance(1.0, (parts - 0.5) / 40, (k + 0.5) / parts) for k in picked])
-    wanted = [50] * 10 + [*range(100, 110), 5000, 5001] + [9000] * 10
+    wanted = [50] * 10 + [*range(100, 110), 5000, 5001] + [last] * 10
     assert tokens == [wanted[k] for k in picked]
 
 
@@ -163,6 +166,47 @@ def test_strict_refuses_the_host_in_the_place_of_a_failing_call() -> None:
     device = open_backend(fail_after=0, strict=True)
     with pytest.raises(UnsupportedKernel, match=r"cuda\.sample failed: PICAFLOR_FAIL_AFTER=0"):
         device.sample(np.zeros(3, np.float32), temperature=0.0, top_p=1.0, uniform=0.0)
+
+
+@pytest.mark.parametrize("of_device", [True, False])
+def test_drawing_that_is_switched_off_is_the_hosts_counted_and_told_once(of_device: bool) -> None:
+    lines: list[str] = []
+    device = open_backend(disable=["cuda.sample"], notice=lines.append)
+    rows = some_rows(np.random.default_rng(6), "usual", 2, 300)
+    chances = [Chance(0.8, 0.9, 0.7), Chance(0.0, 1.0, 0.0)]
+    for _ in range(2):
+        if of_device:
+            found = device._drawing(torch.from_numpy(rows).to(device.device), chances)
+        else:
+            found = [
+                device.sample(row, temperature=chance.temperature, top_p=chance.top_p, uniform=chance.uniform)
+                for row, chance in zip(rows, chances, strict=True)
+            ]
+        assert found == draw_rows(rows, chances, sample_on_host)
+    assert lines == [
+        "cuda.sample is waived to cpu: disabled by --disable; used for 1 operation; to cure: leave out --disable "
+        "cuda.sample"
+    ]
+    assert (device.table.fallbacks, device.table.engaged) == ({"cuda.sample": 1}, {"cpu.sample": 1})
+    assert device.calls["sample"] == 0
+
+
+@pytest.mark.parametrize(
+    ("disable", "strict", "text"),
+    [
+        (
+            ["cuda.sample"],
+            True,
+            r"cuda\.sample is waived to cpu: disabled by --disable \(an error under --strict; leave",
+        ),
+        (["cuda.sample", "cpu.sample"], False, r"cpu\.sample is refused: disabled by --disable; nothing can do it"),
+    ],
+)
+def test_drawing_that_nothing_may_do_is_refused_before_a_model_is_recorded(
+    disable: list[str], strict: bool, text: str
+) -> None:
+    with pytest.raises(UnsupportedKernel, match=text):
+        small_runner(open_backend(disable=disable, strict=strict))
 
 
 # ---- answers ----
@@ -248,6 +292,14 @@ def test_an_answer_has_the_tokens_of_the_cpu_and_its_logits_stay_on_the_device(
     assert device.table.engaged["cuda.sample"] == 1
     assert len(generation.clock.steps) == OPTIONS.max_tokens - 1
     assert sum(generation.clock.steps) == pytest.approx(generation.clock.decode_s)
+
+
+def test_an_answer_that_the_host_draws_has_the_same_tokens(tokens: list[int], fetched: list[int]) -> None:
+    lines: list[str] = []
+    device = open_backend(disable=["cuda.sample"], notice=lines.append)
+    assert answer(device).tokens == tokens
+    assert device.table.fallbacks == {"cuda.sample": 1}
+    assert [line.partition(":")[0] for line in lines] == ["cuda.sample is waived to cpu"]
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 4])

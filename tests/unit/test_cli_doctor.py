@@ -164,6 +164,14 @@ def shorter(name: str) -> Callable[[Tensors], None]:
     return change
 
 
+def with_nan(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        entry, content = tensors[name]
+        tensors[name] = (entry, content[:-4] + struct.pack("<f", float("nan")))
+
+    return change
+
+
 def same(tensors: Tensors) -> None:
     return
 
@@ -252,10 +260,16 @@ def test_a_folder_for_state_that_cannot_be_written_is_a_warning(
             "are of different",
         ),
         ({}, shorter("lm_head.weight.qs"), "lm_head.weight", "fetch the file named here again"),
+        (
+            {},
+            with_nan("model.norm.weight"),
+            "model.norm.weight: 1 of 256 scales or weights are NaN or infinite in ",
+            "fetch the file named here again",
+        ),
         ({"model_type": "unheard_of"}, same, "unheard_of", "this version does not run this model"),
         ({"hidden_size": 320}, same, "model.embed_tokens.weight", "are of different models"),
     ],
-    ids=["an expert is gone", "short norm", "short scales", "unknown family", "another hidden size"],
+    ids=["an expert is gone", "short norm", "short scales", "NaN in a norm", "unknown family", "another hidden size"],
 )
 def test_a_model_that_cannot_load_fails(
     capsys: pytest.CaptureFixture[str],

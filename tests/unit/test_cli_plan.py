@@ -244,6 +244,8 @@ def test_a_device_that_is_not_here_is_an_estimate_of_its_size(
     said = "backend cuda cannot start: none is here; --vram SIZE plans for a device that is not here"
     assert capsys.readouterr().err.splitlines()[-1] == f"picaflor: error: {said}"
     words = (*RATES, "--backend", "cuda", "--vram", "1GiB")
+    assert cli.main(["plan", *words[:-1], "515MiB"]) == 1
+    assert "515 MiB may be used: raise --vram, lower --ctx or --prefill-chunk, or " in capsys.readouterr().err
     record = planned(*words, capsys=capsys)
     found = record["device"]
     assert found["from"].startswith("an estimate for a device that is not here (backend cuda cannot start: none is")

@@ -61,8 +61,8 @@ def test_needs_that_do_not_fit_are_refused_with_what_holds_the_memory() -> None:
         place(DeviceMemory("Card", 8 * GB, 80 * GB), NEEDS, [1], in_ram=0)
     assert str(caught.value) == (
         "Card: 7.02 GiB are needed before any expert (resident weights 5.59 GiB), 6.85 GiB may be used; "
-        "another program holds 67.1 GiB of the 74.5 GiB of Card: lower --ctx or --prefill-chunk, or leave the device "
-        "out"
+        "another program holds 67.1 GiB of the 74.5 GiB of Card: raise --vram, lower --ctx or --prefill-chunk, or "
+        "leave the device out"
     )
 
 

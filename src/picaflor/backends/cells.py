@@ -15,8 +15,8 @@ HOST: Final = "cpu"
 """What computes after a call of a device has failed."""
 WEIGHT_OPS: Final = ("matmul", "expert_ffn")
 ROW_OPS: Final = ("rows", "row_axpy")
-HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router")
-"""Operations without weights that the host can do in the middle of a program: what needs no keys."""
+HOST_OPS: Final = ("rmsnorm", "layernorm", "rope", "add", "silu_mul", "router", "sample")
+"""Operations without weights that the host can do in the middle of a program or behind it: what needs no keys."""
 ROTATED: Final = "e8-iq3-lattice"
 """A format without row operations."""
 _ROTATED_REASON: Final = "its rows are stored rotated, a single row is not the weight's"

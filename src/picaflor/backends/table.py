@@ -151,13 +151,7 @@ class CapabilityTable:
 
         The only place where another cell is taken than the one asked for; an error under `strict`.
         """
-        *passed, cell = self.route(op, format_name, backend)
-        subject = f"{what}: " if what else ""
-        for waived in passed:
-            if self.strict:
-                raise UnsupportedKernel(f"{subject}{_waived(waived)} (an error under --strict; {waived.cure})")
-        if cell.state == "refused":
-            raise UnsupportedKernel(f"{subject}{cell.name} is refused: {cell.reason}; {self._usable(op)}")
+        *passed, cell = self.require(op, format_name, backend, what=what)
         for waived in passed:
             self.fallbacks[waived.name] += 1
             self._pending.setdefault(waived, []).append(what)
@@ -165,6 +159,17 @@ class CapabilityTable:
         if what and format_name != NO_FORMAT:
             self._tensors.setdefault(cell.backend, {}).setdefault(format_name, {})[what] = None
         return cell
+
+    def require(self, op: str, format_name: str, backend: str, *, what: str = "") -> list[Cell]:
+        """The route that `select` would take. Nothing is counted; raises what `select` raises."""
+        *passed, cell = route = self.route(op, format_name, backend)
+        subject = f"{what}: " if what else ""
+        for waived in passed:
+            if self.strict:
+                raise UnsupportedKernel(f"{subject}{_waived(waived)} (an error under --strict; {waived.cure})")
+        if cell.state == "refused":
+            raise UnsupportedKernel(f"{subject}{cell.name} is refused: {cell.reason}; {self._usable(op)}")
+        return route
 
     def beside(self, op: str, format_name: str, backend: str, *, what: str) -> None:
         """Count a cell of another backend that does a part of what was selected, as planned: no fallback. `what`: a

@@ -297,7 +297,9 @@ def check_isa(isa: str) -> Check:
 
 
 def check_files(path: Path, settings: Settings, found: list[Model]) -> Check:
-    """Every tensor that the config asks for is there, in a known format and of the right size; weights are not read.
+    """Every tensor that the config asks for is there, in a known format and of the right size.
+
+    Of the weights vectors alone are read: their numbers must be finite.
 
     A model that would load is put into `found`.
     """
@@ -306,16 +308,19 @@ def check_files(path: Path, settings: Settings, found: list[Model]) -> Check:
     from picaflor.models.loading import open_model
     from picaflor.runtime.checks import check_end_tokens
     from picaflor.runtime.plan import DEFAULT_CONTEXT
+    from picaflor.runtime.residents import finite_vectors
 
     with Container.open(path, extra_dirs=split_folders(settings)) as container:
         notices = Notices(strict=settings.strict)
         for text in container.notes:
             notices.note(text)
-        model, _ = open_model(
+        model, index = open_model(
             container, context=settings.ctx or DEFAULT_CONTEXT, group_size=settings.group_size, notices=notices
         )
         check_end_tokens(container, model)
         found.append(model)
+        for _ in finite_vectors(container, index):
+            pass
         nbytes = sum(shard.nbytes for shard in container.shards)
         tensors, shards = counted(len(container.tensors), "tensor"), counted(len(container.shards), "file")
         detail = f"{model.family}, {tensors} in {shards}, {format_bytes(nbytes)}; every tensor it needs is there"

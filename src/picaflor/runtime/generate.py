@@ -177,8 +177,8 @@ class Generation:
         token = self._draw(self._sequence.length)
         if token == NO_TOKEN:
             raise NoFiniteLogit(
-                f"no logit at position {self._sequence.length} is finite: the weights hold NaN or infinity "
-                "(picaflor inspect MODEL --deep looks for them)"
+                f"no logit at position {self._sequence.length} is finite: weights are NaN or infinite "
+                "(picaflor inspect MODEL --deep finds those), or finite ones are so large that products overflow"
             )
         elapsed = time.perf_counter() - start
         if self._runner.draws_there and self.clock.steps:

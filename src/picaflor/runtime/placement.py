@@ -60,7 +60,7 @@ def place(
         raise OutOfBudget(
             f"{memory.name}: {format_bytes(taken)} are needed before any expert ({largest.name} "
             f"{format_bytes(largest.nbytes)}), {format_bytes(usable)} may be used" + f"; {told}" * bool(told)
-            + ": lower --ctx or --prefill-chunk, or leave the device out"
+            + ": raise --vram, lower --ctx or --prefill-chunk, or leave the device out"
         )  # fmt: skip
     left, on_device, used = usable - taken, 0, 0
     for size in sorted(expert_bytes, reverse=True):

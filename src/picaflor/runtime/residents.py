@@ -5,7 +5,7 @@ Knows the index of a model, memory that a backend hands out and the container's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from picaflor.backends.api import Backend, ExpertLayout, Precision, Vector, Weight
 from picaflor.backends.table import CapabilityTable, Cell
 from picaflor.container.index import Container
+from picaflor.container.strict_json import show_path
 from picaflor.container.types import Matrix, Span
 from picaflor.errors import BadContainer
 from picaflor.formats import REGISTRY
@@ -109,10 +110,8 @@ class Residents:
         return self._layouts(layer)
 
     def read_vectors(self, container: Container) -> None:
-        """Read all vectors."""
-        for name, info in self._index.vectors.items():
-            values = container.read_float(info.name, info.shape)
-            _check_finite(info.name, values)
+        """Read all vectors. Raises as `finite_vectors`."""
+        for name, values in finite_vectors(container, self._index):
             self._vectors[name] = self._backend.vector(name, values)
 
     def blank_vectors(self) -> None:
@@ -184,20 +183,30 @@ class Residents:
         self._untaken -= set(ready)
 
 
+def finite_vectors(container: Container, index: ModelIndex) -> Iterator[tuple[str, F32]]:
+    """Every vector of a model, by the model's name for it. Raises MissingTensor, ReadFailed, BadContainer for one of
+    another dtype or shape and for numbers that are NaN or infinite."""
+    for name, info in index.vectors.items():
+        values = container.read_float(info.name, info.shape)
+        _check_finite(info.name, values, container, info.shard)
+        yield name, values
+
+
 def _read(container: Container, fills: Sequence[_Fill]) -> None:
     """Read spans into their memory. Raises ReadFailed, BadContainer."""
     for span, memory, name in fills:
         container.read_into(span, memory.data[: span.nbytes])
         if name:
-            _check_finite(name, memory[: span.nbytes].view(np.float32))
+            _check_finite(name, memory[: span.nbytes].view(np.float32), container, span.shard)
 
 
-def _check_finite(name: str, values: F32) -> None:
+def _check_finite(name: str, values: F32, container: Container, shard: int) -> None:
     """Raises BadContainer where a scale or a float weight is NaN or infinite."""
     if not np.isfinite(values).all():
         bad = values.size - int(np.isfinite(values).sum())
         raise BadContainer(
-            f"{name}: {bad} of {values.size} scales or weights are NaN or infinite; expected finite ones"
+            f"{name}: {bad} of {values.size} scales or weights are NaN or infinite in "
+            f"{show_path(container.shards[shard].path)}; expected finite ones"
         )
 
 

@@ -206,7 +206,11 @@ class CudaBackend(DeviceBackend):
         return Vector(name, len(values), copied)
 
     def recorder(self, *, max_rows: int, max_outputs: int, page_tokens: int, pages: int) -> CudaRecorder:
-        """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens."""
+        """Start recording; buffers have `max_rows` rows, each KV plane `pages` pages of `page_tokens` tokens.
+
+        Raises UnsupportedKernel where no token may be drawn from what will be computed.
+        """
+        self._drawing.require()
         sizes = {"max_rows": max_rows, "max_outputs": max_outputs, "page_tokens": page_tokens, "pages": pages}
         recorder = CudaRecorder(
             backend=self.name,

@@ -20,10 +20,12 @@ def pieces(
     count: int, operations: float, nbytes: float = 0.0, *, step: int = 1, most: int | None = None
 ) -> list[tuple[int, int]]:
     """`count` units, each of so many operations and bytes, cut into ranges (start, stop) that each stay below the
-    bounds and have at most `most` units. Starts are multiples of `step`; a piece has one step at least."""
+    bounds and have at most `most` units. Starts are multiples of `step`; a piece has one step at least. What fits is
+    not cut."""
     share = max(operations / OPERATIONS, nbytes / BYTES)
     fits = count if share * count <= 1.0 else int(1.0 / share)
-    size = max(1, min(fits, count if most is None else most) // step) * step
+    units = min(fits, count if most is None else most)
+    size = max(1, count if units >= count else max(1, units // step) * step)
     return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 

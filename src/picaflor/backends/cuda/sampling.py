@@ -20,7 +20,7 @@ from picaflor.backends.cuda.arithmetic import EXACT, exp, rank
 from picaflor.backends.cuda.rows import Tensor, columns
 from picaflor.backends.device import sample_on_host
 from picaflor.backends.programs import DeviceFailed, Guard
-from picaflor.backends.table import NO_FORMAT, CapabilityTable
+from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
 from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
@@ -287,7 +287,7 @@ class Drawer:
 
 
 class Drawing:
-    """Tokens from logits of one device; on the host where a call of the device is to fail."""
+    """Tokens from logits of one device; on the host where the device may not draw or a call of it is to fail."""
 
     def __init__(self, device: Any, *, table: CapabilityTable, backend: str, guard: Guard) -> None:
         self._drawer = Drawer(device)
@@ -295,7 +295,11 @@ class Drawing:
         self._table = table
         self._backend = backend
         self._guard = guard
-        self._told = False
+        self._cell: Cell | None = None
+
+    def require(self) -> None:
+        """Before a first token is drawn: raises UnsupportedKernel where none may be."""
+        self._table.require("sample", NO_FORMAT, self._backend)
 
     def __call__(self, logits: Tensor, chances: Sequence[Chance]) -> list[int]:
         """One token from each row `[rows, vocabulary]`; NO_TOKEN where none of a row is finite. Raises OutOfBudget."""
@@ -318,11 +322,12 @@ class Drawing:
         return draw_rows(logits, chances, sample_on_host)
 
     def _drawn(self, logits: Tensor, chances: Sequence[Chance]) -> NDArray[np.int32] | None:
-        """What the device draws; None where the call is to fail."""
-        if not self._told:
-            self._table.select("sample", NO_FORMAT, self._backend)
+        """What the device draws; None where the host is to draw."""
+        if self._cell is None:
+            self._cell = self._table.select("sample", NO_FORMAT, self._backend)
             self._table.announce()
-            self._told = True
+        if self._cell.backend != self._backend:
+            return None
         try:
             self._guard.allowed("sample")
             return self._drawer(logits, chances)
