@@ -7,10 +7,11 @@ in memory that it spoils as soon as it may, and a device's memory holds NaN befo
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ from gpu_experts import make_expert, on_the_cpu
 from gpu_support import same_bits, torch
 
 from picaflor.backends.cpu.memory import allocate
-from picaflor.backends.cuda import interpret, promote, staging, tier
+from picaflor.backends.cuda import exchange, interpret, many, promote, staging, tier
 from picaflor.backends.cuda.exchange import HostExperts
+from picaflor.backends.cuda.experts import expert_ffn
 from picaflor.backends.cuda.tier import ExpertTier
 from picaflor.errors import ReadFailed
 from picaflor.formats.base import F32
@@ -36,7 +38,7 @@ if interpret.active():
 
 @dataclass
 class Lease:
-    """One expert at a time, last first; the memory of the one before is spoiled."""
+    """One batch at a time, last expert first; the memory of the one before is spoiled."""
 
     provider: Provider
     layer: int
@@ -45,15 +47,22 @@ class Lease:
 
     def batches(self) -> Iterator[tuple[Any, Any]]:
         """(numbers, addresses)."""
-        for number in reversed(self.experts):
+        order, batch = self.experts[::-1], self.provider.batch
+        for first in range(0, len(order), batch):
             self.spoil()
-            if self.provider.fails == (self.layer, number):
-                raise ReadFailed(f"expert {number} of layer {self.layer}")
-            slot = self.provider.made[self.layer][number][1]
-            copied = allocate(slot.nbytes)
-            copied[:] = slot
-            self.given.append(copied)
-            yield np.array([number], np.int32), np.array([copied.ctypes.data], np.uint64)
+            numbers = order[first : first + batch]
+            given = [self.copy(number) for number in numbers]
+            yield np.array(numbers, np.int32), np.array([copied.ctypes.data for copied in given], np.uint64)
+
+    def copy(self, number: int) -> Any:
+        """An expert in memory of this lease."""
+        if self.provider.fails == (self.layer, number):
+            raise ReadFailed(f"expert {number} of layer {self.layer}")
+        slot = self.provider.made[self.layer][number][1]
+        copied = allocate(slot.nbytes)
+        copied[:] = slot
+        self.given.append(copied)
+        return copied
 
     def spoil(self) -> None:
         """What was given is not there any more."""
@@ -63,12 +72,13 @@ class Lease:
 
 @dataclass
 class Provider:
-    """All experts, in the memory of the host. `fails`: one that cannot be read."""
+    """All experts, in the memory of the host. `fails`: one that cannot be read; `batch`: so many at once."""
 
     made: dict[int, list[Any]]
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
     fails: tuple[int, int] | None = None
     left: list[tuple[int, list[int]]] = field(default_factory=list)
+    batch: int = 1
 
     def elsewhere(self, layer: int, experts: Any) -> None:
         """They are on the device."""
@@ -305,3 +315,144 @@ def test_memory_of_the_host_is_counted_where_experts_do_not_all_fit() -> None:
     assert exchange is not None
     found = rig.tier.host_bytes(needed - 1)
     assert found > promote.PROMOTE_BYTES + exchange._x.nbytes + exchange._results.nbytes
+
+
+class Blocked:
+    """Copies in another thread that begins when somebody waits; the first wait of `interrupted` ends without it."""
+
+    every: ClassVar[list[Blocked]] = []
+
+    def __init__(self, words: tuple[int, int, int], interrupted: bool) -> None:
+        self._go, self._over, self._interrupted = threading.Event(), threading.Event(), interrupted
+        self._thread = threading.Thread(target=self._run, args=words, daemon=True)
+        self._thread.start()
+        self.every.append(self)
+
+    def _run(self, *words: int) -> None:
+        self._go.wait()
+        ctypes.memmove(*words)
+        self._over.set()
+
+    def done(self) -> bool:
+        """Whether all was copied."""
+        return self._over.is_set()
+
+    def result(self) -> None:
+        """Until all was copied."""
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+        self._go.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("where", ["start", "host", "wait"])
+def test_offers_that_fail_are_waited_for_and_forgotten(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two experts of a batch the second one cannot be started, the host's work fails, or a wait is interrupted.
+    Copies that began end while their lease is held, and none of what they copied is ever used."""
+    rig = Rig(8)
+    rig.provider.batch = 2
+    rig.step([[0, 1]])
+    promotions = rig.tier._promotions
+    assert promotions is not None
+    buffers = len(promotions._buffers)
+    monkeypatch.setattr(Blocked, "every", [])
+
+    def fill(*words: int) -> Blocked:
+        if where == "start" and Blocked.every:
+            raise RuntimeError("no thread")
+        return Blocked(words, where == "wait" and not Blocked.every)  # type: ignore[arg-type]
+
+    def run(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(promote, "fill_later", fill)
+        if where == "host":
+            patch.setattr(HostExperts, "run", run)
+        with pytest.raises(RuntimeError if where == "start" else KeyboardInterrupt):
+            rig.step([[2, 3]])
+    assert [job.done() for job in Blocked.every] == [True] * (1 if where == "start" else 2)
+    assert promotions._offers == []
+    rig.step([[0, 1]])
+    assert rig.tier.held == 2
+    for _ in range(3):
+        rig.step([[2, 3]])
+    assert rig.here() == [0, 1, 2, 3]
+    assert sorted([*promotions._idle, *promotions._keys.values()]) == list(range(len(promotions._buffers)))
+    assert len(promotions._buffers) <= buffers + 2
+
+
+def test_a_prompt_keeps_what_it_wants_when_it_needs_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six experts are here, two others are warmer by far. A prompt that wants all eight must not put one of the two
+    where one is that it has counted on."""
+    monkeypatch.setattr(tier, "HOST_ROWS", 8)
+    rig = Rig(8)
+    rig.step([[0, 1], [2, 3], [4, 5]] * 3)
+    for _ in range(3):
+        rig.step([[6, 7]])
+    assert rig.here() == [0, 1, 2, 3, 4, 5]
+    rig.step([[0, 1], [2, 3], [4, 5], [6, 7], [0, 6], [1, 7], [2, 6], [3, 7], [4, 6]])
+
+
+def test_an_expert_that_came_by_another_way_is_kept_once() -> None:
+    """Two are on their way when a prompt sends for them too: the slots of the second copies are free again."""
+    rig = Rig(8)
+    rig.step([[0, 1]])
+    rig.step([[0, 1]] * 9)
+    rig.step([[0, 1]])
+    assert (rig.tier.held, rig.tier.counters.sent) == (2, 4)
+    rig.step([[2, 3], [4, 5], [2, 4]] * 3)  # as many as there are slots without an expert
+    rig.step([[0, 1]])
+    assert rig.here() == [0, 1, 2, 3, 4, 5]
+    for _ in range(5):
+        rig.step([[0, 1]], [[6, 7]])  # they take the slots of two others
+    assert len(rig.here(3)) + len(rig.here(4)) == rig.tier.held == 6
+
+
+class Order:
+    """Launches that compute with experts, and copies to slots. An event is the number of launches it comes behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched = 0
+        self.read: dict[int, int] = {}
+        self.written: list[tuple[Any, int]] = []
+        self.memory: Any = None
+        monkeypatch.setattr(staging.Staging, "used", lambda _: self.launched)
+        monkeypatch.setattr(staging.Staging, "start", self.start)
+        for module in (exchange, many):
+            monkeypatch.setattr(module, "expert_ffn", self.compute)
+
+    def slot(self, address: int) -> int:
+        """Which one is there."""
+        return int(address - self.memory.data_ptr()) // int(self.memory.shape[1])
+
+    def compute(self, x: Any, ids: Any, weights: Any, table: Any, *others: Any, **options: Any) -> None:
+        """The slots of this table are read."""
+        self.launched += 1
+        for address in table.addresses[table.kind_of >= 0][:, 0].tolist():
+            self.read[self.slot(address)] = self.launched
+        expert_ffn(x, ids, weights, table, *others, **options)
+
+    def start(self, pinned: Any, target: Any, after: Any) -> staging.Sent:
+        """Copy at once: (event, the last launch that read this slot)."""
+        self.written.append((after, self.read.get(self.slot(target.data_ptr()), 0)))
+        target.copy_(pinned)
+        return staging.Sent(None)
+
+
+def test_a_slot_is_written_to_behind_all_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a promotion, and by a prompt whose experts follow each other through the same slots."""
+    monkeypatch.setattr(tier, "HOST_ROWS", 8)
+    order = Order(monkeypatch)
+    rig = Rig(2)
+    order.memory = rig.tier._slots.memory  # type: ignore[union-attr]
+    for _ in range(3):
+        rig.step([[0, 1]])
+    for _ in range(7):
+        rig.step([[2, 3]])
+    assert rig.here() == [3]
+    assert [read > 0 for _, read in order.written] == [False, True]
+    rig.step([[0, 1], [2, 3], [4, 5]] * 3)
+    assert sum(read > 0 for _, read in order.written) > 3
+    assert all(after >= read for after, read in order.written), order.written

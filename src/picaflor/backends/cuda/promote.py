@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from picaflor.backends.api import I32
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.cuda.slots import HeldLayer, Key, Slot, Slots
-from picaflor.backends.cuda.staging import Sent, fill_later
+from picaflor.backends.cuda.staging import Sent, fill_later, see_out
 
 PROMOTE_BYTES: Final = 64 << 20
 """Most bytes in pinned buffers: what is taken in one step and what is on its way; one expert at least."""
@@ -30,13 +30,13 @@ MARGIN: Final = 1.0
 often would else take turns, at the price of a copy each time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Offer:
-    """An expert's bytes in a pinned buffer: all of them once `taken` is done."""
+    """An expert's bytes in a pinned buffer: all of them once `taken` is done; None before the copy was begun."""
 
     key: Key
     pinned: Tensor
-    taken: Future[Any]
+    taken: Future[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,29 @@ class Promotions:
 
     @contextmanager
     def offers(self, held: HeldLayer, numbers: I32, addresses: NDArray[np.uint64]) -> Iterator[None]:
-        """Take those that are worth a slot from these addresses, where they stay until this ends."""
-        jobs = [
-            self._take(held, number, address)
-            for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True)
-            if self._is_worth(held, number)
-        ]
+        """Take those that are worth a slot from these addresses, where they stay until this ends. Nothing of a batch
+        is kept where this or what is done meanwhile fails."""
+        first = len(self._offers)
         try:
+            for number, address in zip(numbers.tolist(), addresses.tolist(), strict=True):
+                if self._is_worth(held, number):
+                    self._take(held, number, address)
             yield
-        finally:
-            for job in jobs:
-                job.result()
+            for offer in self._offers[first:]:
+                assert offer.taken is not None
+                offer.taken.result()
+        except BaseException:
+            self._withdraw(first)
+            raise
+
+    def _withdraw(self, first: int) -> None:
+        """Forget the offers from this one on. Their copies end first: sources and buffers get other bytes then."""
+        offers = self._offers[first:]
+        del self._offers[first:]
+        for offer in offers:
+            if offer.taken is not None:
+                see_out(offer.taken)
+            self._end(offer)
 
     def _is_worth(self, held: HeldLayer, number: int) -> bool:
         if (held.layer, number) in self._keys or len(self._keys) >= self._most:
@@ -93,15 +105,16 @@ class Promotions:
             self._cold = np.sort(np.partition(heats, most - 1)[:most])
         return place < len(self._cold) and _hotter(held, number, float(self._cold[place]))
 
-    def _take(self, held: HeldLayer, number: int, address: int) -> Future[Any]:
-        place = self._idle.pop() if self._idle else len(self._buffers)
+    def _take(self, held: HeldLayer, number: int, address: int) -> None:
+        place = self._idle[-1] if self._idle else len(self._buffers)
         if place not in self._buffers:
             self._buffers[place] = torch.empty(self._stride, dtype=torch.uint8, pin_memory=self._real)
+            self._idle.append(place)
         pinned = self._buffers[place][: held.layouts[number].nbytes]
-        offer = Offer((held.layer, number), pinned, fill_later(pinned.data_ptr(), address, len(pinned)))
-        self._keys[offer.key] = place
+        offer = Offer((held.layer, number), pinned)
+        self._keys[offer.key] = self._idle.pop()
         self._offers.append(offer)
-        return offer.taken
+        offer.taken = fill_later(pinned.data_ptr(), address, len(pinned))
 
     # ---- between two steps ----
 

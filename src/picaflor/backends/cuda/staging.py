@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -28,8 +29,28 @@ def _copiers() -> ThreadPoolExecutor:
 
 
 def fill_later(target: int, source: int, nbytes: int) -> Future[Any]:
-    """Copy host memory to host memory meanwhile."""
-    return _copiers().submit(ctypes.memmove, target, source, nbytes)
+    """Copy host memory to host memory meanwhile. Where this raises, nothing is copied any more."""
+    job: Future[Any] = Future()
+    try:
+        _copiers().submit(_fill, job, target, source, nbytes)
+    except BaseException:  # it may wait for a thread all the same
+        if not job.cancel():
+            see_out(job)
+        raise
+    return job
+
+
+def _fill(job: Future[Any], target: int, source: int, nbytes: int) -> None:
+    if job.set_running_or_notify_cancel():
+        ctypes.memmove(target, source, nbytes)
+        job.set_result(None)
+
+
+def see_out(job: Future[Any]) -> None:
+    """Wait until a copy has ended, through any interruption: for a caller that has an error to raise already."""
+    while not job.done():
+        with suppress(KeyboardInterrupt):
+            job.result()
 
 
 class Sent:
@@ -93,14 +114,21 @@ class Staging:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        job = self._jobs.popleft()
+        job = self._jobs[0]
         job.taken.result()
         self._sent[job.place] = self.start(job.pinned, job.target, job.after)
+        self._jobs.popleft()
 
     def taken(self) -> None:
-        """Until all sources were copied; they may change when this returns."""
-        while self._jobs:
-            self._pass_on()
+        """Until all sources were copied; they may change when this returns or raises. What was not passed on by then
+        is passed on later."""
+        try:
+            while self._jobs:
+                self._pass_on()
+        except BaseException:
+            for job in self._jobs:
+                see_out(job.taken)
+            raise
 
     def start(self, pinned: Tensor, target: Tensor, after: Any) -> Sent:
         """Copy pinned host memory to the uint8 tensor `target` behind the event `after`; both stay as they are until it
