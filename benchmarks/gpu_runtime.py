@@ -33,16 +33,14 @@ from picaflor.runtime.kvcache import Sequence
 from picaflor.runtime.runner import Work
 
 FAMILIES = Path(__file__).parent.parent / "tests" / "data" / "families"
-CONTAINERS = (
-    "builtin",
-    "tiny_glm_int4g64",
-    "tiny_glm_ragged_int4g16",
-    "tiny_glm_fp8_experts",
-    "tiny_glm_e8",
-    "tiny_glm_dsa_f32",
-    "qwen3_moe_tiny",
-)
 Found = dict[str, Any]
+
+
+def tiny_containers(more: Path | None) -> list[tuple[str, Path | None]]:
+    """The built-in model and every tiny container, by name."""
+    folders = [folder for place in (FAMILIES, more) if place is not None for folder in sorted(place.iterdir())]
+    found = {folder.name: folder for folder in folders if (folder / "config.json").is_file()}
+    return [("builtin", None), *found.items()]
 
 
 def _ids(count: int, below: int) -> Any:
@@ -102,26 +100,29 @@ def _logits(path: Path | None, options: EngineOptions, ids: Any, chunk: int, *, 
         ]
         program: Any = engine.plan.forward.program
         told = {"replays": getattr(program, "replays", 0), "fallbacks": sum(backend.table.fallbacks.values())}
+        if hasattr(backend, "calls"):
+            told["calls"] = backend.calls.total()
         return np.concatenate(rows), told
 
 
-def check_model(backend: str, name: str) -> list[Found]:
-    """One container: chunk 1 (graphs), 7 and all; 4 sequences at once; few slots; a failing device."""
+def check_model(backend: str, name: str, path: Path | None) -> list[Found]:
+    """One container: chunk 1 (graphs), 7 and all; several sequences at once, again and again; few slots; fewer slots
+    amid replayed steps; a failing device, which does no call more than it may."""
     found: list[Found] = []
-    path = None if name == "builtin" else FAMILIES / name
-    base = EngineOptions(context=1024 if name == "builtin" else 128, threads=2, sequences=4, backend="cpu")
-    ids = _ids(560 if name == "builtin" else 60, 200)
+    base = EngineOptions(context=1024 if path is None else 128, threads=2, sequences=4, backend="cpu")
+    ids = _ids(560 if path is None else 60, 200)
     variants: list[tuple[str, EngineOptions, int, int | None]] = [
         ("chunk 64", base, 64, None),
         ("chunk 1", base, 1, None),
         ("chunk 7", base, 7, None),
         ("5 slots", base, 64, 5),
         ("1 slot", base, 16, 1),
-        ("half the slots, chunk 3", base, 3, 28 if name == "builtin" else 8),
+        ("half the slots, chunk 3", base, 3, 28 if path is None else 8),
+        ("half the slots, chunk 1", base, 1, 28 if path is None else 8),
         ("fails at once", replace(base, fail_after=0), 64, None),
-        ("fails after 300", replace(base, fail_after=300), 16, None),
+        ("fails after 50", replace(base, fail_after=50), 16, None),
     ]
-    for precision in ("standard", "exact", "fast") if name != "builtin" else ("standard",):
+    for precision in ("standard", "exact", "fast") if path is not None else ("standard",):
         wanted, _ = _logits(path, replace(base, precision=precision), ids, 64)
         for label, options, chunk, slots in variants if precision == "standard" else variants[:2]:
             line: Found = {"model": name, "variant": f"{precision}, {label}"}
@@ -134,21 +135,39 @@ def check_model(backend: str, name: str) -> list[Found]:
                 line["fault"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
             line["seconds"] = round(time.perf_counter() - started, 1)
             found.append(line)
-    found.append(_check_batch(path, name, base, backend))
+    for label, slots, shrinks in (("all here", None, False), ("half the slots", 8, False), ("shrinks", None, True)):
+        found += _result(
+            lambda slots=slots, shrinks=shrinks: [_check_batch(path, base, backend, slots=slots, shrinks=shrinks)]
+        )  # type: ignore[misc]
+        found[-1] |= {"model": name, "variant": f"2 and 4 sequences at once, 12 steps, {label}"}
     return found
 
 
-def _check_batch(path: Path | None, name: str, base: EngineOptions, backend: str) -> Found:
-    """Four sequences in one step against each alone."""
+def _check_batch(path: Path | None, base: EngineOptions, backend: str, *, slots: int | None, shrinks: bool) -> Found:
+    """Steps of two and of four sequences, most of them replayed, against the CPU's logits of each alone. `shrinks`:
+    experts lose a part of the device's memory half way."""
+    texts = [_ids(17 + 3 * n, 200)[::-1].copy() for n in range(4)]
+    heads = [5 + 3 * n for n in range(4)]
+    with Engine.open(path, base, warn=lambda text: None) as engine:
+        alone = [engine.runner.step([Work(Sequence(), ids, "all")]).copy() for ids in texts]
+    differ = 0
     with Engine.open(path, replace(base, backend=backend), warn=lambda text: None) as engine:
-        texts = [_ids(5 + 3 * n, 200)[::-1].copy() for n in range(4)]
-        alone = []
-        for ids in texts:
-            sequence = Sequence()
-            alone.append(engine.runner.step([Work(sequence, ids, "last")])[0].copy())
-            engine.plan.pool.release(sequence)
-        together = engine.runner.step([Work(Sequence(), ids, "last") for ids in texts]).copy()
-    return {"model": name, "variant": "4 sequences at once", "differ": _differ(together, np.stack(alone))}
+        device: Any = engine.plan.backend
+        device.tier.most_slots = slots
+        for many in (2, 4):
+            sequences = [Sequence() for _ in range(many)]
+            for sequence, ids, head in zip(sequences, texts, heads, strict=False):
+                engine.runner.step([Work(sequence, ids[:head], "none")])
+            for step in range(12):
+                if shrinks and many == 4 and step == 6:
+                    assert device.tier.shrink()
+                work = [Work(q, texts[n][heads[n] + step :][:1], "last") for n, q in enumerate(sequences)]
+                rows = engine.runner.step(work)
+                differ += _differ(rows, np.stack([alone[n][heads[n] + step] for n in range(many)]))
+            for sequence in sequences:
+                engine.plan.pool.release(sequence)
+        program: Any = engine.plan.forward.program
+        return {"differ": differ, "of": 12 * 6 * int(alone[0].shape[1]), "replays": program.replays}
 
 
 # ---- speed ----
@@ -504,6 +523,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--containers", type=Path, help="a folder with more tiny containers")
     parser.add_argument("--glm", type=Path)
     parser.add_argument("--large", type=Path, help="a model that fits the device as a whole")
     parser.add_argument("--tiers", type=Path, help="a model on a drive, a quarter of it on the device")
@@ -511,15 +531,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     words = parser.parse_args()
     parts = words.parts.split(",")
+    containers = tiny_containers(words.containers)
     record: dict[str, list[Found]] = {}
     context = multiprocessing.get_context("spawn")
     started = time.monotonic()
     with context.Pool(words.workers) as pool:
         jobs: list[tuple[str, Any]] = []
         if "models" in parts:
-            jobs += [("models", pool.apply_async(check_model, (words.backend, name))) for name in CONTAINERS]
+            jobs += [("models", pool.apply_async(check_model, (words.backend, *which))) for which in containers]
         if "cases" in parts:
-            shares = max(1, words.workers - (len(CONTAINERS) if "models" in parts else 0) // 2)
+            shares = max(1, words.workers - (len(containers) if "models" in parts else 0) // 2)
             for share in range(shares):
                 arguments = (words.backend, share, shares, words.seconds)
                 jobs.append(("cases", pool.apply_async(check_cases, arguments)))

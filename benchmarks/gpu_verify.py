@@ -37,16 +37,22 @@ class Job:
     numbers: tuple[int, ...]
 
 
-def all_jobs() -> list[Job]:
-    """Every quick case and every fault, those of one cell in pieces."""
+def _offered(*, full: bool) -> list[Any]:
+    """The cases of what the backend has; faults are tried on the quick ones."""
     from picaflor.backends.cuda import capabilities
-    from picaflor.conformance import mutation, suite
+    from picaflor.conformance import suite
+
+    return suite.offered(suite.pick(suite.all_cases(), full=full), capabilities.cells("cuda"))
+
+
+def all_jobs(*, full: bool) -> list[Job]:
+    """Every quick case (`full`: every case) and every fault, those of one cell in pieces."""
+    from picaflor.conformance import mutation
 
     cells: dict[tuple[str, str, str], list[int]] = {}
-    cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells("cuda"))
-    for number, case in enumerate(cases):
+    for number, case in enumerate(_offered(full=full)):
         cells.setdefault(("case", case.format, case.op), []).append(number)
-    keys = {(case.op, case.format): 0 for case in cases if case.op != mutation.WHOLE_PATH}
+    keys = {(case.op, case.format): 0 for case in _offered(full=False) if case.op != mutation.WHOLE_PATH}
     for number, planted in enumerate(mutation.plant((), (), keys)):
         cells.setdefault(("mutant", planted.format, planted.op), []).append(number)
     return [
@@ -71,14 +77,14 @@ def ordered(jobs: Sequence[Job], first: Sequence[str]) -> list[Job]:
 class Worker:
     """Does jobs in a process of its own."""
 
-    def __init__(self, backend: str) -> None:
-        from picaflor.backends.cuda import capabilities
-        from picaflor.conformance import mutation, suite
+    def __init__(self, backend: str, *, full: bool) -> None:
+        from picaflor.conformance import mutation
 
         self._backend = backend
-        self._cases = suite.offered(suite.pick(suite.all_cases()), capabilities.cells("cuda"))
+        self._cases = _offered(full=full)
+        self._quick = [case for case in _offered(full=False) if case.op != mutation.WHOLE_PATH]
         self._by_op: dict[tuple[str, str], list[Any]] = {}
-        keys = {(case.op, case.format): 0 for case in self._cases if case.op != mutation.WHOLE_PATH}
+        keys = {(case.op, case.format): 0 for case in self._quick}
         self._planted = list(mutation.plant((), (), keys))
         self._judge: Any = None
 
@@ -123,18 +129,17 @@ class Worker:
         from picaflor.conformance.verify import Variant, What, known_precisions
 
         if not self._by_op:
-            for case in self._cases:
-                if case.op != mutation.WHOLE_PATH:
-                    self._by_op.setdefault((case.op, case.format), []).append(Prepared(case))
+            for case in self._quick:
+                self._by_op.setdefault((case.op, case.format), []).append(Prepared(case))
             self._judge = mutation._Judge(What(self._backend), Variant("auto", 1), known_precisions())
         planted = self._planted[number]
         verdict = self._judge(planted, mutation._tried(planted, self._by_op))
         return {"mutant": str(planted), "kind": planted.kind, "expects": planted.expects, "fault": verdict.fault}
 
 
-def work(pipe: Connection, backend: str, until: float) -> None:
+def work(pipe: Connection, backend: str, full: bool, until: float) -> None:
     """A worker's life: jobs come, lines go. It ends where the device can no longer be used."""
-    worker = Worker(backend)
+    worker = Worker(backend, full=full)
     while True:
         try:
             job = pipe.recv()
@@ -146,7 +151,9 @@ def work(pipe: Connection, backend: str, until: float) -> None:
             os._exit(3)
 
 
-def spread(jobs: Sequence[Job], backend: str, workers: int, until: float) -> tuple[list[tuple[Job, list[Found]]], int]:
+def spread(
+    jobs: Sequence[Job], backend: str, workers: int, until: float, *, full: bool
+) -> tuple[list[tuple[Job, list[Found]]], int]:
     """All results, and how many processes were lost."""
     context = multiprocessing.get_context("spawn")
     waiting, done, lost = deque(jobs), [], 0
@@ -154,7 +161,7 @@ def spread(jobs: Sequence[Job], backend: str, workers: int, until: float) -> tup
 
     def start() -> None:
         mine, other = context.Pipe()
-        process = context.Process(target=work, args=(other, backend, until), daemon=True)
+        process = context.Process(target=work, args=(other, backend, full, until), daemon=True)
         process.start()
         other.close()
         give(mine, process)
@@ -208,16 +215,17 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--full", action="store_true", help="the larger cases too")
     parser.add_argument("--first", action="append", default=[], help="case:FORMAT or mutant:FORMAT; may be repeated")
     words = parser.parse_args()
     until = time.time() + words.seconds
-    jobs = ordered(all_jobs(), words.first)
-    done, lost = spread(jobs, words.backend, words.workers, until)
+    jobs = ordered(all_jobs(full=words.full), words.first)
+    done, lost = spread(jobs, words.backend, words.workers, until, full=words.full)
     lines = told(jobs, done)
     for line in lines:
         print(json.dumps({**line, "faults": [str(f)[:240] for f in line["faults"][:3]]}))
     print(f"{lost} processes were lost; {words.seconds - (until - time.time()):.0f} s")
-    record = {"benchmark": "gpu_verify", "lines": lines, "lost": lost, "runs": RUNS}
+    record = {"benchmark": "gpu_verify", "full": words.full, "lines": lines, "lost": lost, "runs": RUNS}
     record["metrics"] = metrics(done)
     (words.out / "gpu_verify.json").write_text(json.dumps(record, indent=1))
     os._exit(0)
