@@ -65,7 +65,7 @@ def test_text_counts_cases_and_cells(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["verify", "--op", "rope", "--op", "sample", "--isa", "scalar"]) == 0
     out = capsys.readouterr().out
     assert "rope           -                     6" in out
-    assert "11 cases" in out
+    assert "14 cases" in out
     assert "scalar x1, scalar x2: 0 of" in out
     assert out.endswith("all right\n")
 

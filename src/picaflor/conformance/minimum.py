@@ -34,7 +34,7 @@ MINIMUM: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType(
         ("expert_ffn", "int2-row"): (5, 11),
         ("rows", "int2-row"): (6, 6),
         ("row_axpy", "int2-row"): (2, 3),
-        ("matmul", "int4-grouped"): (138, 290),
+        ("matmul", "int4-grouped"): (138, 291),
         ("expert_ffn", "int4-grouped"): (33, 88),
         ("rows", "int4-grouped"): (27, 48),
         ("row_axpy", "int4-grouped"): (10, 11),

@@ -106,6 +106,8 @@ def matmul_cases(spec: Format) -> Iterator[Case]:
             yield _matmul(spec, size, (201, 9, 1), kind, full_only=True)
         if size in (0, 64, 128):
             yield _matmul(spec, size, (6144, 515, 64), "plain", full_only=True)
+        if size == 64:
+            yield _matmul(spec, size, (6144, 2048, 64), "plain", full_only=True)
 
 
 def activations(rng: np.random.Generator, kind: str, rows: int, cols: int) -> F32:
