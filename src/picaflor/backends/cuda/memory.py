@@ -21,3 +21,12 @@ def needed(what: str, cure: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         said = " ".join(str(error).split())
         raise OutOfBudget(f"the device gives no memory for {what} ({said}): {cure}") from error
+
+
+@contextmanager
+def all_given() -> Iterator[None]:
+    """Raises OutOfBudget where the device has no memory left for what the block does."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error

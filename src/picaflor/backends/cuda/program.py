@@ -18,10 +18,10 @@ from picaflor.backends.batches import Limits
 from picaflor.backends.cuda.attention import BLOCK_KEYS
 from picaflor.backends.cuda.clock import Clock, works_in_graphs
 from picaflor.backends.cuda.current import current
+from picaflor.backends.cuda.memory import all_given
 from picaflor.backends.cuda.rows import Tensor
 from picaflor.backends.programs import CLASSES, DeviceFailed, DeviceProgram, Guard
 from picaflor.backends.recording import Step
-from picaflor.errors import OutOfBudget
 
 if TYPE_CHECKING:
     from picaflor.backends.cuda.sampling import Drawing
@@ -230,19 +230,16 @@ class CudaProgram(DeviceProgram):
 
     def compute(self, batch: Batch, experts: ExpertProvider | None) -> None:
         """Run, a second time with fewer experts on the device where its memory was too small."""
-        try:
-            with current(self._batches.device):
-                try:
-                    self._run(self._batches.put(batch), experts)
-                except torch.OutOfMemoryError:
-                    if not self._tier.shrink():
-                        raise
-                    for rows, values in self._written.values():
-                        self.put(rows, values)
-                    self.again()
-                    self._run(self._batches.put(batch), experts)
-        except torch.OutOfMemoryError as error:
-            raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
+        with all_given(), current(self._batches.device):
+            try:
+                self._run(self._batches.put(batch), experts)
+            except torch.OutOfMemoryError:
+                if not self._tier.shrink():
+                    raise
+                for rows, values in self._written.values():
+                    self.put(rows, values)
+                self.again()
+                self._run(self._batches.put(batch), experts)
 
     def _hand_over(self, failure: DeviceFailed) -> None:
         """Let the host compute, with what another device gave as well."""

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from picaflor.backends.api import NO_TOKEN, Chance, draw_rows
 from picaflor.backends.cuda.arithmetic import EXACT, exp, rank
+from picaflor.backends.cuda.memory import all_given
 from picaflor.backends.cuda.rows import Tensor, columns
 from picaflor.backends.device import sample_on_host
 from picaflor.backends.programs import DeviceFailed, Guard
 from picaflor.backends.table import NO_FORMAT, CapabilityTable, Cell
-from picaflor.errors import OutOfBudget
 from picaflor.formats.base import F32
 
 MOST_TOKENS: Final = 1 << 20
@@ -329,10 +329,9 @@ class Drawing:
         if self._cell.backend != self._backend:
             return None
         try:
-            self._guard.allowed("sample")
-            return self._drawer(logits, chances)
+            with all_given():
+                self._guard.allowed("sample")
+                return self._drawer(logits, chances)
         except DeviceFailed as failure:
             self._guard.failed(failure)
             return None
-        except torch.OutOfMemoryError as error:
-            raise OutOfBudget(f"the device is out of memory: {' '.join(str(error).split())}") from error
