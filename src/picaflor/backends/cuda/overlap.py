@@ -17,9 +17,6 @@ from picaflor.backends.cuda import interpret
 from picaflor.backends.cuda.arithmetic import EXACT
 from picaflor.backends.cuda.vectors import let_the_next_start, wait_for_the_last
 
-CHAIN = False
-"""Whether kernels of single rows overlap; until that was seen to be right on a device, they do not."""
-
 
 @triton.jit
 def take_turn():
@@ -40,4 +37,4 @@ def _overlaps(device: int) -> bool:
 
 def chained() -> dict[str, Any]:
     """Options of a launch whose kernel has `OVERLAP`."""
-    return {**EXACT, "OVERLAP": True, "launch_pdl": True} if CHAIN and overlaps() else EXACT
+    return {**EXACT, "OVERLAP": True, "launch_pdl": True} if overlaps() else EXACT
