@@ -195,7 +195,9 @@ def _experts_per_layer(path: Path | None) -> int:
 
 def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     """Median step time of decoding, tokens per second, time over the floor that the device's memory sets, and the
-    kernels' share by torch's profiler. `graph_ms`: the whole step's captured graph alone, replayed."""
+    kernels' share. `graph_ms`: the whole step's captured graph alone, replayed; `kernel_ms`: time with any kernel at
+    work by torch's profiler, which slows kernels that overlap. The share is the graph's where there is one. `top` has
+    what kernels wait for each other."""
     import torch
 
     device: Any = engine.plan.backend
@@ -227,7 +229,7 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     for sequence in sequences:
         engine.plan.pool.release(sequence)
     events = profile.key_averages()
-    busy = sum(event.self_device_time_total for event in events) * 1e-6
+    busy = _covered(profile.events())
     best = sorted(events, key=lambda event: -event.self_device_time_total)[:10]
     median = statistics.median(times[steps:])
     nbytes = sum(engine.bytes_per_token().values())
@@ -235,12 +237,25 @@ def time_steps(engine: Engine, *, batch: int, steps: int) -> Found:
     return {
         "batch": batch, "step_ms": round(median * 1e3, 3), "graph_ms": graph, "host_us": host,
         "tokens_per_s": round(batch / median, 1), "kernel_ms": round(busy / 8 * 1e3, 3),
-        "kernel_share_profiled": round(busy / profiled, 2), "kernel_share": round(busy / 8 / median, 2),
+        "kernel_share_profiled": round(busy / profiled, 2),
+        "kernel_share": round((busy / 8 if graph is None else graph * 1e-3) / median, 2),
         "shared_ms": {part: round(1e3 * s / 8, 3) for part, s in shared.items()},
         "launches": sum(event.count for event in events) // 8,
         "bytes_per_token": nbytes, "over_byte_floor_of_one_row": round(median / floor, 2), "slots": device.tier.slots,
         "top": [f"{e.key[:40]} {e.self_device_time_total / 8:.0f}us x{e.count // 8}" for e in best],
     }  # fmt: skip
+
+
+def _covered(events: Any) -> float:
+    """Seconds in which at least one of the device's events was at work."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in events if event.device_type.name == "CUDA"
+    )
+    seconds, until = 0.0, float("-inf")
+    for start, end in spans:
+        seconds += max(0.0, end - max(start, until)) * 1e-6
+        until = max(until, end)
+    return seconds
 
 
 def _host_us(program: Any, step: Callable[[], None]) -> dict[str, float]:
