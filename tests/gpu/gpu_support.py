@@ -20,11 +20,16 @@ from device_support import IDS, logits, opened  # noqa: E402
 
 from picaflor.formats.base import F32  # noqa: E402
 
-__all__ = ["IDS", "cpu_logits", "logits", "opened", "same_bits", "torch", "two_devices"]
+__all__ = ["IDS", "cpu_logits", "logits", "opened", "same_bits", "three_devices", "torch", "two_devices"]
 
-two_devices = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="this machine has one GPU"
-)
+
+def _needs(count: int) -> pytest.MarkDecorator:
+    """Skips where real GPUs are fewer; the interpreter plays any number."""
+    few = torch.cuda.is_available() and torch.cuda.device_count() < count
+    return pytest.mark.skipif(few, reason=f"this machine has fewer than {count} GPUs")
+
+
+two_devices, three_devices = _needs(2), _needs(3)
 
 
 def cpu_logits(name: str, ids: Any, **options: Any) -> F32:

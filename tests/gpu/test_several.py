@@ -13,7 +13,7 @@ from typing import Any
 import convert_models as tiny
 import numpy as np
 import pytest
-from gpu_support import IDS, cpu_logits, logits, opened, same_bits, torch, two_devices
+from gpu_support import IDS, cpu_logits, logits, opened, same_bits, three_devices, torch, two_devices
 
 from picaflor.backends.api import Chance, draw_rows
 from picaflor.backends.cuda import several
@@ -73,9 +73,7 @@ def test_a_border_before_a_layer(first: int, expected: Any, monkeypatch: pytest.
         assert [[border.buffer.width for border in stage.borders] for stage in program.stages] == [[], [128]]
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.device_count() < 3, reason="this machine has fewer than three GPUs"
-)
+@three_devices
 def test_three_devices_in_steps_of_single_tokens(expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With borders before the layers that are left."""
     cut(monkeypatch, 1, 4)
@@ -325,6 +323,7 @@ def _norm(backend: Any, layer: int) -> Any:
     return backend.vector(f"model.layers.{layer}.input_layernorm.weight", np.ones(8, np.float32))
 
 
+@three_devices
 def test_rows_come_from_the_device_that_wrote_them_last() -> None:
     """x goes from device to device; y is written on the first one and read on the third."""
     backend, recorder = _recorder("0,1,2")
