@@ -1,21 +1,25 @@
 """Compiles the product kernels for one device: `compile_products.py cuda:90:32`; prints how many it compiled, and how
-many of them multiply by the matrix instruction of that device. Another device's is an error. With `--unknown`: that
-none compiles for a format that there is not.
+many of them multiply by the matrix instruction of that device. Another device's is an error, and so is a kernel that
+may start early and does not wait for its turn. With `--unknown`: that none compiles for a format that there is not.
 
 Run by test_products_compile.py in a process where Triton is not interpreted.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 
 from picaflor.backends.cuda import experts, matmul, prepare
+from picaflor.backends.cuda.overlap import take_turn
+from picaflor.backends.cuda.vectors import let_the_next_start
 
 POINTERS = {
     "codes": "*u8", "scales": "*u8", "lattice": "*u8", "digits": "*i8", "xs": "*fp32", "sums": "*i32", "tops": "*i32",
@@ -47,6 +51,7 @@ OF_DEVICE = {
     "hip:gfx942:64": "v_mfma_i32",
     "hip:gfx1201:32": "v_wmma_i32",
 }
+WAIT = "griddepcontrol.wait"
 GROUPS = {3: 64, 4: 64, 5: 64, 6: 64, 7: 64, 8: 32, 9: 32}
 UNKNOWN = 11
 """The number behind the last format's."""
@@ -81,7 +86,77 @@ def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], wa
     source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, constants, attributes)
     found = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
     text: str = found.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    if "OVERLAP" in kernel.arg_names:
+        fault = turn_fault(text, kernel, overlap=bool(constants["OVERLAP"]))
+        if fault:
+            raise ValueError(f"{kernel.__name__} {constants}: {fault}")
     return text
+
+
+def turn_fault(text: str, kernel: Any, *, overlap: bool) -> str:
+    """What is wrong with how a kernel that may start early waits; empty if nothing. Nothing is written before that, and
+    but for products, whose weights are constant, nothing read. `_inner` starts in its turn and lets the next one begin;
+    programs of `_outer` with work and without wait apart.
+    """
+    wait = text.find(WAIT)
+    if not overlap or kernel is experts._inner:
+        return "waits, and is not launched to" if wait >= 0 else ""
+    if text.count(WAIT) < (2 if kernel is experts._outer else 1):
+        return "never waits"
+    before = text[:wait]
+    writes = [word for word in ("st.global", "atom.", "red.") if word in before]
+    reads = ["ld.global"] if kernel not in (matmul._few_integers, experts._outer) and "ld.global" in before else []
+    leaves = ["bra"] if kernel is not experts._outer and re.search(r"\bbra\b|\bret\b", before) else []
+    return ", ".join(f"{word} before it waits" for word in writes + reads + leaves)
+
+
+@triton.jit
+def _reads_early(x, out, OVERLAP: tl.constexpr):
+    value = tl.load(x + tl.program_id(0))
+    take_turn()
+    tl.store(out + tl.program_id(0), value)
+
+
+@triton.jit
+def _writes_early(x, out, OVERLAP: tl.constexpr):
+    tl.store(out + tl.program_id(0), 0.0)
+    take_turn()
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+@triton.jit
+def _never_waits(x, out, OVERLAP: tl.constexpr):
+    let_the_next_start()
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+@triton.jit
+def _may_leave(x, out, OVERLAP: tl.constexpr):
+    if tl.program_id(0) == 7:
+        return
+    take_turn()
+    tl.store(out + tl.program_id(0), tl.load(x + tl.program_id(0)))
+
+
+PLANTED = {
+    _reads_early: "ld.global before it waits",
+    _writes_early: "st.global before it waits",
+    _never_waits: "never waits",
+    _may_leave: "bra before it waits",
+}
+"""Kernels that wait wrongly, and what is to be said of each."""
+
+
+def see_planted(target: GPUTarget) -> None:
+    """Raises ValueError where a kernel that waits wrongly compiles, or is refused for something else."""
+    for kernel, fault in PLANTED.items():
+        try:
+            compiled(kernel, {}, {}, 4, target)
+        except ValueError as error:
+            if not str(error).endswith(f": {fault}"):
+                raise
+        else:
+            raise ValueError(f"{kernel.__name__} passes")
 
 
 def row_constants(prefix: str, number: int, groups: int, steps: int) -> dict[str, Any]:
@@ -172,6 +247,8 @@ def main() -> None:
     if sys.argv[2:] == ["--unknown"]:
         refuse_unknown(cases(True, True), target)
         return
+    if target.backend == "cuda" and target.arch >= 90:
+        see_planted(target)
     number = by_matrix = 0
     for kernel, constants, special, warps in cases(backend == "cuda", backend == "cuda" and int(architecture) >= 90):
         text = compiled(kernel, constants, special, warps, target)

@@ -26,7 +26,7 @@ from picaflor.backends.cuda.overlap import overlaps
 from picaflor.backends.cuda.prepare import Prepared, prepare, room_for, store_group
 from picaflor.backends.cuda.products import float_tile, integer_tile, row_product, two_products
 from picaflor.backends.cuda.tiles import ManyTile, Tile, shared_limit, tile_of_many, tile_of_stack
-from picaflor.backends.cuda.vectors import let_the_next_start
+from picaflor.backends.cuda.vectors import let_the_next_start, wait_for_the_last
 from picaflor.formats.numeric import ceil_div
 
 ADDRESSES: Final = 6
@@ -299,6 +299,8 @@ def _outer(ids, weights, weights_stride, kind_of, addresses, lattice, kind, hidd
                     y = tl.load(pairs + (s * TOP_K + k) * hidden + o, mask=live, other=0.0, cache_modifier=".cg")
                     acc = tl.fma(tl.load(weights + s * weights_stride + k), y, acc)
                 tl.store(out + s * out_stride + o, acc, mask=live)
+    elif OVERLAP:
+        wait_for_the_last()  # whoever waits for this kernel waits for the one before it as well
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """Kernels that begin while the one before them ends: what it takes to start one is hidden then (NVIDIA, from sm_90 on).
 
 Knows devices and options of launches; must not know what a kernel computes. Such a kernel calls `take_turn` (or
-`let_the_next_start` and, behind the loads of what never changes, `wait_for_the_last`) in every program before it reads
-what another kernel wrote, and before it writes anything.
+`let_the_next_start` and, behind the loads of what never changes, `wait_for_the_last`) in every program, before it reads
+what another kernel wrote and before it writes anything: where a kernel has ended, all before it have, as each of its
+programs has waited. What is read earlier must have been there when the last kernel that starts in its turn began.
 """
 
 from __future__ import annotations
