@@ -74,7 +74,7 @@ def type_of(name: str) -> str:
 def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> str:
     """Code. Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
     if "OVERLAP" in kernel.arg_names and "OVERLAP" not in constants:
-        constants = {**constants, "OVERLAP": target.backend == "cuda" and target.arch >= 90}
+        constants = {**constants, "OVERLAP": target.backend == "cuda" and target.arch == 90}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: special.get(name) or type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
     even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")
@@ -199,8 +199,10 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
     fused = {"D_GROUP": 64, "D_PADDED": 64, "D_HALVES": True, "BOTH": True, "BO": 16, "OVERLAP": overlap}
     both = {**row_constants("G_", 6, 4, 0), **row_constants("U_", 6, 4, 0)}
     yield experts._inner, {**common, **fused, **both}, {}, 4
-    outer = {**common, **row_constants("", 6, 16, 2), "TOP_K": 8, "SUM": True, "BO": 8, "OVERLAP": overlap}
-    yield experts._outer, outer, {}, 1
+    outer = {**common, "TOP_K": 8, "SUM": True, "BO": 8}
+    yield experts._outer, {**outer, **row_constants("", 6, 16, 2), "OVERLAP": overlap}, {}, 1
+    for number in (0, *GROUPS):
+        yield experts._outer, {**outer, **row_constants("", number, 0, 0), "OVERLAP": False}, {}, 4
     shapes = {p + n: v for p in ("G_", "U_", "") for n, v in
               (("FORMAT", 6), ("GROUP", 64), ("PADDED", 64), ("WHOLE", True))}  # fmt: skip
     inner = {name: value for name, value in shapes.items() if name[:2] in ("G_", "U_")}
@@ -247,10 +249,10 @@ def main() -> None:
     if sys.argv[2:] == ["--unknown"]:
         refuse_unknown(cases(True, True), target)
         return
-    if target.backend == "cuda" and target.arch >= 90:
+    if target.backend == "cuda" and target.arch == 90:
         see_planted(target)
     number = by_matrix = 0
-    for kernel, constants, special, warps in cases(backend == "cuda", backend == "cuda" and int(architecture) >= 90):
+    for kernel, constants, special, warps in cases(backend == "cuda", architecture == "90"):
         text = compiled(kernel, constants, special, warps, target)
         number += 1
         used = {name for name in MATRIX_INSTRUCTIONS if name in text}

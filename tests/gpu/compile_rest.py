@@ -80,6 +80,9 @@ def cases() -> Iterator[Case]:
         made.append((latent._embed, {**stored, "B": 1024}, 4, special))
         made.append((latent._absorb, {**stored, "W": 512, "B": 64, "U": 64, "EVEN": True}, 2, special))
         made.append((latent._expand, {**stored, "W": 512, "V": 16, "U": 32}, 4, special))
+        many = {**stored, "R": 4, "W": 512}
+        made.append((latent._absorb, {**many, "B": 64, "U": 16, "EVEN": False}, 2, special))
+        made.append((latent._expand, {**many, "V": 16, "U": 4}, 4, special))
     drawing = dict.fromkeys(("best", "finite", "bins", "sums", "parts", "kept"), "*i64")
     drawing |= {"chances": "*fp64", "weights": "*fp32", "out": "*i32"}
     made.append((sampling._best, {"B": 1024}, 4, drawing))

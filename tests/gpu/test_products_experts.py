@@ -128,3 +128,28 @@ def test_missing_experts_are_left_to_others() -> None:
     device_experts.expert_ffn(x, ids, weights, everything, out, "standard", pairs=others)
     device_experts.combine(torch.where(torch.isnan(pairs), others, pairs), weights, out)
     assert (out == whole).all()
+
+
+def test_only_the_second_launch_of_experts_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one starts in its turn, so that all which the second one reads before it waits is there."""
+    given: list[dict[str, Any]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **options: given.append(options)
+
+    monkeypatch.setattr(device_experts, "overlaps", lambda: True)
+    made = [make_expert(number, kind, HIDDEN, INNER) for number, kind in enumerate(LAYERS["g64"])]
+    slots = [torch.from_numpy(np.array(slot)).to(DEVICE) for _, slot in made]
+    table = device_experts.table_for([layout for layout, _ in made], [slot.data_ptr() for slot in slots], DEVICE)
+    x, weights = torch.zeros(1, HIDDEN, device=DEVICE), torch.zeros(1, TOP_K, device=DEVICE)
+    ids = torch.arange(TOP_K, dtype=torch.int32, device=DEVICE)[None]
+    arrived = torch.zeros(device_experts.counters(TOP_K, INNER, HIDDEN), dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(device_experts, "_inner", Kernel())
+    monkeypatch.setattr(device_experts, "_outer", Kernel())
+    device_experts.expert_ffn(x, ids, weights, table, torch.empty_like(x), "standard", arrived=arrived)
+    inner, outer = given
+    assert inner["OVERLAP"]
+    assert "launch_pdl" not in inner
+    assert outer["OVERLAP"]
+    assert outer["launch_pdl"]

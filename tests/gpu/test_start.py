@@ -117,3 +117,14 @@ def test_without_a_device_the_reason_is_told(name: str) -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.stdout.startswith(f"UnsupportedKernel backend {name} cannot start: torch "), done
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "2.3.1"])
+def test_a_triton_that_is_too_old_is_told(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="GPU kernels need triton")
+    monkeypatch.setattr(triton, "__version__", version)
+    told = (
+        rf"^backend cuda cannot start: Triton {re.escape(version)} cannot compile its kernels; accepted: 3\.5 and later"
+    )
+    with pytest.raises(UnsupportedKernel, match=told):
+        load("cuda")

@@ -35,9 +35,10 @@ GPU_BYTES = 24_000_000_000
 GPU_LAYER_S = 90e-6
 SHARED_LAYER_S = 400e-6
 """The GPU that is priced: memory and its rate by the data sheet of an RTX 3090; what a layer takes beside its bytes, as
-measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json). What a
-layer takes more where the processor multiplies some of its experts: 300 to 480 us with glm-mid, a half and a quarter of
-its experts on the device (benchmarks/records/decode-h200.json).
+measured on an H200: 75 us with the built-in model, 110 with glm-mid (benchmarks/records/gpu-runtime-h200.json), before
+kernels overlapped there, which that card's do not: 66 to 72 and 84 since. What a layer takes more where the processor
+multiplies some of its experts: 300 to 480 us with glm-mid, a half and a quarter of its experts on the device
+(benchmarks/records/decode-h200.json).
 """
 
 

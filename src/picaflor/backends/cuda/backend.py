@@ -38,7 +38,8 @@ PRECISIONS: Final = ("fast", "standard", "exact")
 INTERPRETER: Final = "interpreter"
 """The `isa` of a backend whose kernels Triton interprets on the CPU."""
 
-
+LEAST_TRITON: Final = (3, 5)
+"""Before it, kernels that call themselves do not compile."""
 INTERPRETED: Final = 4
 """As many devices does the interpreter play."""
 ALL: Final = "all"
@@ -47,6 +48,12 @@ FIRST: Final = "auto"
 
 def find_device(backend: Name, number: int = 0) -> tuple[Any, str]:
     """The torch device of a backend and its architecture. Raises UnsupportedKernel with the reason."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        raise UnsupportedKernel(
+            f"backend {backend} cannot start: Triton {triton.__version__} cannot compile its kernels; accepted: "
+            f"{least} and later, which torch from 2.9 on brings"
+        )
     if interpret.active():
         interpret.round_once()
         return torch.device("cpu"), INTERPRETER

@@ -1,9 +1,10 @@
-"""Kernels that begin while the one before them ends: what it takes to start one is hidden then (NVIDIA, from sm_90 on).
+"""Kernels that begin while the one before them ends: what it takes to start one is hidden then (NVIDIA, sm_90).
 
 Knows devices and options of launches; must not know what a kernel computes. Such a kernel calls `take_turn` (or
 `let_the_next_start` and, behind the loads of what never changes, `wait_for_the_last`) in every program, before it reads
 what another kernel wrote and before it writes anything: where a kernel has ended, all before it have, as each of its
-programs has waited. What is read earlier must have been there when the last kernel that starts in its turn began.
+programs has waited. What is read earlier must have been there when the last kernel that was launched to start in its
+turn began: `_outer` of experts reads the routing, and `_inner` before it lets it start but starts in its turn itself.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def take_turn():
 
 
 def overlaps() -> bool:
-    """Whether the current device can start a launch while the one before it ends."""
+    """Whether kernels overlap on the current device: where that was run and compared, which is sm_90."""
     return not interpret.active() and torch.version.hip is None and _overlaps(torch.cuda.current_device())
 
 
 @lru_cache(maxsize=64)
 def _overlaps(device: int) -> bool:
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+    return bool(torch.cuda.get_device_capability(device) == (9, 0))
 
 
 def chained() -> dict[str, Any]:
