@@ -4,7 +4,7 @@ Knows devices and options of launches; must not know what a kernel computes. Suc
 `let_the_next_start` and, behind the loads of what never changes, `wait_for_the_last`) in every program, before it reads
 what another kernel wrote and before it writes anything: where a kernel has ended, all before it have, as each of its
 programs has waited. What is read earlier must have been there when the last kernel that was launched to start in its
-turn began: `_outer` of experts reads the routing, and `_inner` before it lets it start but starts in its turn itself.
+turn began: experts' `_outer` reads the routing early, as `_inner`, right before it, is launched so.
 """
 
 from __future__ import annotations
