@@ -71,10 +71,15 @@ def type_of(name: str) -> str:
     return "i32"
 
 
+def overlaps(target: GPUTarget) -> bool:
+    """Whether kernels overlap on such a device, as `overlap.overlaps` says it of the current one."""
+    return bool(target.backend == "cuda" and target.arch == 90)
+
+
 def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], warps: int, target: GPUTarget) -> str:
     """Code. Aligned addresses, sizes that are multiples of 16 where they are in the launches that matter."""
-    if "OVERLAP" in kernel.arg_names and "OVERLAP" not in constants:
-        constants = {**constants, "OVERLAP": target.backend == "cuda" and target.arch == 90}
+    if "OVERLAP" in kernel.arg_names:
+        constants = {**constants, "OVERLAP": overlaps(target)}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: special.get(name) or type_of(name) for name in names} | dict.fromkeys(constants, "constexpr")
     even = ("cols", "rows", "bytes", "plane", "length", "hidden", "inner", "stride")
@@ -87,7 +92,7 @@ def compiled(kernel: Any, constants: dict[str, Any], special: dict[str, str], wa
     found = triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
     text: str = found.asm["ptx" if target.backend == "cuda" else "amdgcn"]
     if "OVERLAP" in kernel.arg_names:
-        fault = turn_fault(text, kernel, overlap=bool(constants["OVERLAP"]))
+        fault = turn_fault(text, kernel, overlap=overlaps(target))
         if fault:
             raise ValueError(f"{kernel.__name__} {constants}: {fault}")
     return text
@@ -165,7 +170,7 @@ def row_constants(prefix: str, number: int, groups: int, steps: int) -> dict[str
     return {prefix + name: value for name, value in values.items()}
 
 
-def cases(native: bool, overlap: bool) -> Iterator[Case]:
+def cases(native: bool) -> Iterator[Case]:
     """(kernel, constants, types that differ from the usual, warps)."""
     common = {"PLANES": 2, "NATIVE": native}
     floats = {"scales": "*fp32"}
@@ -196,13 +201,13 @@ def cases(native: bool, overlap: bool) -> Iterator[Case]:
     for number in (0, 1, 2, 10):
         yield matmul._floats, {"FORMAT": number, "UNROLL": 8, "EVEN": False, "BO": 16, "BS": 8}, {}, 4
         yield matmul._floats, {"FORMAT": number, "UNROLL": 32, "EVEN": True, "BO": 2, "BS": 1}, {}, 1
-    fused = {"D_GROUP": 64, "D_PADDED": 64, "D_HALVES": True, "BOTH": True, "BO": 16, "OVERLAP": overlap}
+    fused = {"D_GROUP": 64, "D_PADDED": 64, "D_HALVES": True, "BOTH": True, "BO": 16}
     both = {**row_constants("G_", 6, 4, 0), **row_constants("U_", 6, 4, 0)}
     yield experts._inner, {**common, **fused, **both}, {}, 4
     outer = {**common, "TOP_K": 8, "SUM": True, "BO": 8}
-    yield experts._outer, {**outer, **row_constants("", 6, 16, 2), "OVERLAP": overlap}, {}, 1
+    yield experts._outer, {**outer, **row_constants("", 6, 16, 2)}, {}, 1
     for number in (0, *GROUPS):
-        yield experts._outer, {**outer, **row_constants("", number, 0, 0), "OVERLAP": False}, {}, 4
+        yield experts._outer, {**outer, **row_constants("", number, 0, 0)}, {}, 4
     shapes = {p + n: v for p in ("G_", "U_", "") for n, v in
               (("FORMAT", 6), ("GROUP", 64), ("PADDED", 64), ("WHOLE", True))}  # fmt: skip
     inner = {name: value for name, value in shapes.items() if name[:2] in ("G_", "U_")}
@@ -247,12 +252,12 @@ def main() -> None:
     backend, architecture, warp = sys.argv[1].split(":")
     target = GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, int(warp))
     if sys.argv[2:] == ["--unknown"]:
-        refuse_unknown(cases(True, True), target)
+        refuse_unknown(cases(True), target)
         return
-    if target.backend == "cuda" and target.arch == 90:
+    if overlaps(target):
         see_planted(target)
     number = by_matrix = 0
-    for kernel, constants, special, warps in cases(backend == "cuda", architecture == "90"):
+    for kernel, constants, special, warps in cases(backend == "cuda"):
         text = compiled(kernel, constants, special, warps, target)
         number += 1
         used = {name for name in MATRIX_INSTRUCTIONS if name in text}
